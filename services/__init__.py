@@ -1,0 +1,1 @@
+"""The three services. They never import one another; they meet in `quire.v1`."""

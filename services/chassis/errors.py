@@ -1,0 +1,190 @@
+"""The error tree of the services, and the one table between errors and gRPC statuses.
+
+    ServiceError
+    ├── InvalidArgument      a field is wrong; names it            INVALID_ARGUMENT
+    ├── Unimplemented        a field or rpc of a later version     UNIMPLEMENTED
+    ├── NotFound             no such model                         NOT_FOUND
+    ├── AlreadyExists        the request id is live                ALREADY_EXISTS
+    ├── Overloaded           a bound is reached; try again         RESOURCE_EXHAUSTED + RetryInfo
+    ├── Unavailable          nothing can serve it now; try again   UNAVAILABLE + RetryInfo
+    ├── FailedPrecondition   the other side must change first      FAILED_PRECONDITION
+    ├── Cancelled            its owner ended it                    CANCELLED
+    ├── Aborted              replaced by something newer           ABORTED
+    └── Internal             our fault; the cause is in the log    INTERNAL
+
+Messages go to clients: they carry no paths, no prompt text, no stack traces.
+"""
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import grpc
+from google.protobuf import any_pb2, duration_pb2
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+
+_DOMAIN = "quire"
+
+
+class ServiceError(Exception):
+    """An error with a place in the table.
+
+    Args:
+        message: one line for the client.
+        reason: stable upper-case identifier for programs, sent as ErrorInfo.reason.
+        metadata: values behind the message (limits, counts), sent as ErrorInfo.metadata.
+    """
+
+    code: ClassVar[grpc.StatusCode] = grpc.StatusCode.UNKNOWN
+
+    def __init__(
+        self, message: str, *, reason: str = "", metadata: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.reason = reason
+        self.metadata = dict(metadata or {})
+
+    def details(self) -> list[any_pb2.Any]:
+        """The google.rpc details of this error."""
+        if not self.reason:
+            return []
+        info = error_details_pb2.ErrorInfo(
+            reason=self.reason, domain=_DOMAIN, metadata=self.metadata
+        )
+        return [_packed(info)]
+
+
+class InvalidArgument(ServiceError):
+    """A field of the request is wrong.
+
+    Args:
+        field: its path in the message, e.g. `sampling.top_p`.
+        description: what is wrong, with the limit and the value received.
+    """
+
+    code = grpc.StatusCode.INVALID_ARGUMENT
+
+    def __init__(
+        self,
+        field: str,
+        description: str,
+        *,
+        reason: str = "",
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(f"{field}: {description}", reason=reason, metadata=metadata)
+        self.field = field
+        self.description = description
+
+    def details(self) -> list[any_pb2.Any]:
+        violation = error_details_pb2.BadRequest.FieldViolation(
+            field=self.field, description=self.description
+        )
+        bad = error_details_pb2.BadRequest(field_violations=[violation])
+        return [_packed(bad), *super().details()]
+
+
+class Unimplemented(ServiceError):
+    """The request asks for something this version does not have."""
+
+    code = grpc.StatusCode.UNIMPLEMENTED
+
+
+class NotFound(ServiceError):
+    """The named resource does not exist."""
+
+    code = grpc.StatusCode.NOT_FOUND
+
+
+class AlreadyExists(ServiceError):
+    """The name is taken."""
+
+    code = grpc.StatusCode.ALREADY_EXISTS
+
+
+class Retryable(ServiceError):
+    """Nothing was done; the same call may succeed later.
+
+    Args:
+        retry_after_s: when to try again, seconds.
+    """
+
+    def __init__(self, message: str, *, retry_after_s: float = 1.0, reason: str = "") -> None:
+        super().__init__(message, reason=reason)
+        self.retry_after_s = retry_after_s
+
+    def details(self) -> list[any_pb2.Any]:
+        delay = duration_pb2.Duration()
+        delay.FromMilliseconds(int(self.retry_after_s * 1000))
+        return [_packed(error_details_pb2.RetryInfo(retry_delay=delay)), *super().details()]
+
+
+class Overloaded(Retryable):
+    """A bound is reached."""
+
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+class Unavailable(Retryable):
+    """What the call needs is not there now."""
+
+    code = grpc.StatusCode.UNAVAILABLE
+
+
+class FailedPrecondition(ServiceError):
+    """The other side must change before the call can succeed."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+
+
+class Cancelled(ServiceError):
+    """The owner of the call ended it."""
+
+    code = grpc.StatusCode.CANCELLED
+
+
+class Aborted(ServiceError):
+    """Something newer took the place of this call."""
+
+    code = grpc.StatusCode.ABORTED
+
+
+class Internal(ServiceError):
+    """A fault of ours; the log has the cause."""
+
+    code = grpc.StatusCode.INTERNAL
+
+
+def to_status(error: ServiceError) -> status_pb2.Status:
+    """The google.rpc.Status of an error."""
+    return status_pb2.Status(
+        code=code_pb2.Code.Value(error.code.name),
+        message=error.message,
+        details=error.details(),
+    )
+
+
+class RemoteError(ServiceError):
+    """An error another service sent; passed on as it came."""
+
+    def __init__(self, status: status_pb2.Status) -> None:
+        super().__init__(status.message)
+        self.status = status
+
+    def details(self) -> list[any_pb2.Any]:
+        return list(self.status.details)
+
+
+def status_of(error: ServiceError) -> status_pb2.Status:
+    """The status to send for `error`, a foreign one unchanged."""
+    return error.status if isinstance(error, RemoteError) else to_status(error)
+
+
+def _packed(
+    message: error_details_pb2.BadRequest
+    | error_details_pb2.ErrorInfo
+    | error_details_pb2.RetryInfo,
+) -> any_pb2.Any:
+    packed = any_pb2.Any()
+    packed.Pack(message)
+    return packed

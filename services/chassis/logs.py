@@ -1,0 +1,20 @@
+"""Logs of a service process: one line per event on standard error, no prompt text, ever."""
+
+import logging
+import sys
+
+
+def configure_logs(service: str, level: str) -> None:
+    """Sends all logs of the process to standard error.
+
+    Args:
+        service: name that stands on each line.
+        level: "debug", "info", "warning" or "error".
+    """
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=level.upper(),
+        format=f"%(asctime)s %(levelname).1s {service} %(name)s: %(message)s",
+        force=True,
+    )
+    logging.getLogger("grpc").setLevel(logging.WARNING)
