@@ -1,0 +1,64 @@
+"""One request as the core keeps it from `add` to its terminal event.
+
+While it runs, its tokens and lengths live in the worker's row table (`rows`); here is what outlives
+a stay on a worker.
+"""
+
+import enum
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from services.scheduler.core.plan import AddRequest, TokenArray
+
+
+class Status(enum.Enum):
+    """Where a request is."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    ENDED = "ended"
+
+
+@dataclass(slots=True, kw_only=True)
+class Request:
+    """Mutable state of a live request; owned by the Scheduler.
+
+    Args:
+        spec: as it came in.
+        arrival: position in the order of arrival; unique.
+        added_us: when it was added, microseconds.
+        limit: most tokens in all, prompt included; None until a worker has told its limits.
+        output: tokens applied so far; complete only while WAITING.
+        hashes: chain hashes of its full blocks, as far as known.
+        in_flight: sampled tokens still to come from steps planned before it was preempted.
+        computed_once: tokens whose keys and values have been computed at least once.
+        cached_tokens: prompt tokens found in the prefix cache at its first admission.
+    """
+
+    spec: AddRequest
+    arrival: int
+    added_us: int
+    limit: int | None
+    output: list[int] = field(default_factory=list)
+    hashes: list[bytes] = field(default_factory=list)
+    status: Status = Status.WAITING
+    worker_id: str = ""
+    slot: int = -1
+    in_flight: int = 0
+    computed_once: int = 0
+    cached_tokens: int | None = None
+
+    @property
+    def prompt_len(self) -> int:
+        """Tokens of the prompt."""
+        return int(self.spec.prompt.size)
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens, prompt and output; exact only while WAITING."""
+        return self.prompt_len + len(self.output)
+
+    def token_ids(self) -> TokenArray:
+        """Prompt and output so far; exact only while WAITING."""
+        return np.concatenate([self.spec.prompt, np.array(self.output, np.uint32)])

@@ -1,0 +1,104 @@
+"""Running requests of one worker in columns, one row per slot, so that a steady step walks no objects.
+
+Owns every per-slot fact: tokens, lengths, block tables. Knows nothing of queues or budgets.
+Lengths of a row, in tokens: `computed` <= `known` <= `length` <= `limit` hold as follows. `known` are
+tokens the core has seen; `length` adds those being sampled by open steps; `computed` advances when a
+step is planned, so a row has work while `computed` < `length`.
+"""
+
+from collections import deque
+
+import numpy as np
+import numpy.typing as npt
+
+from services.scheduler.core.plan import IntArray, TokenArray, WorkerSpec
+from services.scheduler.core.request import Request
+
+
+class Rows:
+    """The row table of one worker."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        slots = spec.num_slots
+        width = -(-spec.max_model_len // spec.block_size)
+        # Zeros come from untouched pages: memory is used only as far as rows are written.
+        self.tokens: TokenArray = np.zeros((slots, spec.max_model_len), np.uint32)
+        self.blocks: IntArray = np.zeros((slots, width), np.int32)
+        self.num_blocks: IntArray = np.zeros(slots, np.int32)
+        self.registered: IntArray = np.zeros(slots, np.int32)
+        self.computed: IntArray = np.zeros(slots, np.int32)
+        self.known: IntArray = np.zeros(slots, np.int32)
+        self.length: IntArray = np.zeros(slots, np.int32)
+        self.limit: IntArray = np.zeros(slots, np.int32)
+        self.prompt_len: IntArray = np.zeros(slots, np.int32)
+        self.ignore_eos: npt.NDArray[np.bool_] = np.zeros(slots, np.bool_)
+        self.handle: npt.NDArray[np.int64] = np.zeros(slots, np.int64)
+        self.arrival: npt.NDArray[np.int64] = np.zeros(slots, np.int64)
+        self.generation: npt.NDArray[np.int64] = np.zeros(slots, np.int64)
+        self.requests: list[Request | None] = [None] * slots
+        self.order: IntArray = np.empty(0, np.int32)
+        """Slots in use, by arrival."""
+        self._free: deque[int] = deque(range(slots))
+
+    @property
+    def has_free_slot(self) -> bool:
+        """A request can be given a slot."""
+        return bool(self._free)
+
+    def occupy(self, request: Request, tokens: TokenArray, hits: IntArray, computed: int) -> int:
+        """Gives a request a row.
+
+        Args:
+            tokens: uint32 [n], prompt and output so far.
+            hits: blocks that hold its first `computed` tokens already.
+
+        Returns:
+            The slot.
+        """
+        assert request.limit is not None
+        slot = self._free.popleft()
+        size = tokens.size
+        self.tokens[slot, :size] = tokens
+        self.blocks[slot, : hits.size] = hits
+        self.num_blocks[slot] = self.registered[slot] = hits.size
+        self.computed[slot] = computed
+        self.known[slot] = self.length[slot] = size
+        self.limit[slot] = request.limit
+        self.prompt_len[slot] = request.prompt_len
+        self.ignore_eos[slot] = request.spec.ignore_eos
+        self.handle[slot] = request.spec.handle
+        self.arrival[slot] = request.arrival
+        self.requests[slot] = request
+        place = int(np.searchsorted(self.arrival[self.order], request.arrival))
+        self.order = np.insert(self.order, place, slot).astype(np.int32)
+        return slot
+
+    def append_blocks(self, slot: int, blocks: IntArray) -> None:
+        """Extends a row's block table."""
+        held = int(self.num_blocks[slot])
+        self.blocks[slot, held : held + blocks.size] = blocks
+        self.num_blocks[slot] = held + blocks.size
+
+    def block_table(self, slot: int) -> IntArray:
+        """The row's blocks in the order of its tokens."""
+        return self.blocks[slot, : self.num_blocks[slot]].copy()
+
+    def output(self, slot: int) -> list[int]:
+        """The row's known output tokens."""
+        return self.tokens[slot, self.prompt_len[slot] : self.known[slot]].tolist()
+
+    def vacate(self, slots: list[int]) -> None:
+        """Takes requests off their rows; the slots stay reserved until `recycle`."""
+        self.order = self.order[~np.isin(self.order, slots)]
+        self.generation[slots] += 1
+        self.num_blocks[slots] = 0
+        for slot in slots:
+            self.requests[slot] = None
+
+    def recycle(self, slots: IntArray) -> None:
+        """Makes vacated slots free again: the step that released them has been answered."""
+        self._free.extend(slots.tolist())
+
+    def unused_slots(self) -> list[int]:
+        """Free slots, the next to be given first."""
+        return list(self._free)

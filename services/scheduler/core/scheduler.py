@@ -1,0 +1,463 @@
+"""The scheduler: inputs in, steps and events out.
+
+Owns every live request, the global queue and the attached workers. Verbs: `plan` makes a worker's next
+step, `apply` takes a step's result. Nothing raises out of `plan`; `apply` raises LinkFault when a
+result does not belong to its step, and the caller answers that with `lost`.
+
+Exactly one terminal event (`Ended`) per request that `add` accepted, on every path.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+
+from services.scheduler.core import admission
+from services.scheduler.core.order import WaitingQueue
+from services.scheduler.core.plan import (
+    NO_TOKENS,
+    AddRequest,
+    Config,
+    Counters,
+    Ended,
+    EndReason,
+    Events,
+    IntArray,
+    Limits,
+    LinkFault,
+    Loads,
+    Mask,
+    Refusal,
+    Refused,
+    StepPlan,
+    StepResult,
+    TokenArray,
+    WorkerLoad,
+    WorkerSpec,
+)
+from services.scheduler.core.planning import Draft
+from services.scheduler.core.request import Request, Status
+from services.scheduler.core.worker_state import ChainHash, OpenStep, WorkerState
+
+
+class Scheduler:
+    """The state machine.
+
+    Args:
+        config: see Config.
+        chain_hash: hashes one block onto its parent; must be a pure function.
+    """
+
+    def __init__(self, config: Config, chain_hash: ChainHash) -> None:
+        self._config = config
+        self._chain_hash = chain_hash
+        self._waiting = WaitingQueue()
+        self._workers: dict[str, WorkerState] = {}
+        self._by_handle: dict[int, Request] = {}
+        self._by_id: dict[str, Request] = {}
+        self._limits: Limits | None = None
+        self._counters = Counters()
+        self._next_arrival = 0
+        self._next_epoch = 1
+        self._accepted = 0
+        self._ended = 0
+        self._no_worker_since = 0
+        self._chain: tuple[int, bytes] | None = None
+        """Block size and chain root that the queued requests' hashes were made with."""
+
+    # Inputs
+
+    def add(self, spec: AddRequest, now: int) -> Events:
+        """Takes a request.
+
+        Returns:
+            The end of a live request of the same id and a lower attempt (REPLACED), and the end of
+            this one where what it resumes is complete already.
+
+        Raises:
+            Refused: it can never fit, or its id is live with this or a higher attempt (DUPLICATE).
+        """
+        limits = self._limits
+        limit = None if limits is None else admission.token_limit(spec, limits)
+        ended: list[Ended] = []
+        live = self._by_id.get(spec.request_id)
+        if live is not None:
+            if spec.attempt <= live.spec.attempt:
+                raise Refused(
+                    Refusal(
+                        field="request.attempt",
+                        reason="DUPLICATE",
+                        limit=live.spec.attempt + 1,
+                        got=spec.attempt,
+                    )
+                )
+            ended.append(self._end(live, EndReason.REPLACED))
+        request = Request(
+            spec=spec,
+            arrival=self._next_arrival,
+            added_us=now,
+            limit=limit,
+            output=spec.resumed.tolist(),
+            hashes=list(spec.prompt_hashes),
+        )
+        self._next_arrival += 1
+        self._accepted += 1
+        self._by_id[spec.request_id] = request
+        self._by_handle[spec.handle] = request
+        self._waiting.push(request)
+        if limits is not None:
+            ended.extend(self._ended_by_resumption(request, limits))
+        return replace(NO_TOKENS, ended=tuple(ended))
+
+    def abort(self, handle: int) -> Events:
+        """Ends a request; unknown and ended handles are ignored."""
+        request = self._by_handle.get(handle)
+        if request is None:
+            return NO_TOKENS
+        return replace(NO_TOKENS, ended=(self._end(request, EndReason.ABORT),))
+
+    def finish(self, handle: int, kept_tokens: int) -> Events:
+        """Ends a request of whose output `kept_tokens` are wanted; unknown handles are ignored."""
+        request = self._by_handle.get(handle)
+        if request is None:
+            return NO_TOKENS
+        ended = self._end(request, EndReason.STOP)
+        return replace(NO_TOKENS, ended=(replace(ended, completion_tokens=kept_tokens),))
+
+    def attach(self, announced: WorkerSpec) -> tuple[WorkerSpec, int, Events]:
+        """Takes a worker with an empty pool.
+
+        A worker of the same id must be `lost` first. All workers attached at one time must agree on
+        block size and chain root; the caller checks that (`compatible`).
+
+        Returns:
+            The worker's limits as lowered by the configuration, the epoch of the attachment, and the
+            ends of queued requests that cannot fit.
+        """
+        assert announced.worker_id not in self._workers, "the worker is attached already"
+        spec = self._lowered(announced)
+        epoch = self._next_epoch
+        self._next_epoch += 1
+        chain = (spec.block_size, spec.chain_root)
+        if self._chain not in (None, chain):
+            for request in self._waiting:
+                request.hashes.clear()
+        self._chain = chain
+        hashing = self._chain_hash if self._config.enable_prefix_caching else None
+        self._workers[spec.worker_id] = WorkerState(spec, epoch, hashing)
+        self._refresh_limits()
+        return spec, epoch, replace(NO_TOKENS, ended=tuple(self._check_queued()))
+
+    def compatible(self, spec: WorkerSpec) -> bool:
+        """True where the worker can join the attached ones."""
+        return all(
+            (w.spec.block_size, w.spec.chain_root) == (spec.block_size, spec.chain_root)
+            for w in self._workers.values()
+        )
+
+    def lost(self, worker_id: str, now: int) -> None:
+        """Takes a worker away. Its requests go back to the queue with their tokens so far; what was
+        in flight is generated again, by the same draws.
+        """
+        worker = self._workers.pop(worker_id)
+        for request in worker.orphans.values():
+            request.in_flight = 0
+        for slot in worker.rows.order.tolist():
+            request = worker.requeue(slot)
+            request.in_flight = 0
+            self._waiting.push(request)
+            self._counters.requeues += 1
+        self._refresh_limits()
+        if not self._workers:
+            self._no_worker_since = now
+
+    def expire(self, now: int) -> Events:
+        """Ends what has waited for a worker longer than the grace time."""
+        if self._workers:
+            return NO_TOKENS
+        ended: list[Ended] = []
+        # The earliest arrival runs out first.
+        while (first := self._waiting.first()) is not None and self._grace_end(first) <= now:
+            ended.append(self._end(first, EndReason.NO_WORKER))
+        return replace(NO_TOKENS, ended=tuple(ended))
+
+    # Verbs
+
+    def plan(self, worker_id: str) -> StepPlan | None:
+        """The worker's next step; None while enough steps are open or there is nothing to do."""
+        worker = self._workers[worker_id]
+        if len(worker.open) >= worker.spec.max_in_flight:
+            return None
+        return Draft(worker, self._waiting, self._config, self._counters).make()
+
+    def apply(self, worker_id: str, result: StepResult) -> Events:
+        """Takes the result of the worker's oldest open step.
+
+        Raises:
+            LinkFault: it is not the answer to that step.
+        """
+        worker = self._workers[worker_id]
+        step = self._checked(worker, result)
+        worker.open.popleft()
+        worker.rows.recycle(step.released)
+        _drop_pending(worker, step)
+        failed = {failure.slot: failure.message for failure in result.failures}
+        live = worker.rows.generation[step.slots] == step.generations
+        if failed:
+            good = ~np.isin(step.slots, list(failed))
+        else:
+            good = np.ones(step.slots.size, np.bool_)
+        self._register_filled(worker, step, live & good)
+        sampled = step.samples & good
+        tokens = result.token_ids
+        events = self._append(worker, step.slots[sampled & live], tokens[live[sampled]])
+        ended = [*events.ended]
+        for row in np.flatnonzero(live & ~good).tolist():
+            request = worker.rows.requests[step.slots[row]]
+            assert request is not None
+            message = failed[int(step.slots[row])]
+            ended.append(replace(self._end(request, EndReason.FAILED), message=message))
+        if live.all():
+            return replace(events, ended=tuple(ended))
+        late = self._append_orphans(worker, step, live, result)
+        return Events(
+            handles=np.concatenate([events.handles, late.handles]),
+            token_ids=np.concatenate([events.token_ids, late.token_ids]),
+            ended=(*ended, *late.ended),
+        )
+
+    def next_wakeup(self) -> int | None:
+        """When `expire` has something to do, microseconds; None: not before the next input."""
+        first = None if self._workers else self._waiting.first()
+        return None if first is None else self._grace_end(first)
+
+    # Views
+
+    @property
+    def limits(self) -> Limits | None:
+        """What the attached workers can serve, or None without workers."""
+        return self._limits
+
+    @property
+    def is_idle(self) -> bool:
+        """No live request."""
+        return not self._by_handle
+
+    def loads(self) -> Loads:
+        """Gauges and counters."""
+        workers = tuple(
+            WorkerLoad(
+                worker_id=worker_id,
+                epoch=worker.epoch,
+                running=int(worker.rows.order.size),
+                blocks_total=worker.pool.num_blocks,
+                blocks_free=worker.pool.num_free,
+                blocks_evictable=worker.pool.num_evictable,
+                steps=worker.next_step_id - 1,
+                steps_in_flight=len(worker.open),
+            )
+            for worker_id, worker in sorted(self._workers.items())
+        )
+        return Loads(
+            running=sum(load.running for load in workers),
+            waiting=len(self._waiting),
+            accepted=self._accepted,
+            ended=self._ended,
+            workers=workers,
+            counters=replace(self._counters),
+        )
+
+    def check_invariants(self) -> None:
+        """Asserts that all state agrees; tests call it after every operation."""
+        for worker in self._workers.values():
+            worker.check_invariants()
+        waiting = list(self._waiting)
+        assert len(waiting) == len(self._waiting), "the queue's count is off"
+        running = sum(worker.rows.order.size for worker in self._workers.values())
+        assert len(self._by_handle) == len(self._by_id) == len(waiting) + running, (
+            "a request is lost"
+        )
+        assert self._accepted - self._ended == len(self._by_handle), "ends do not match accepts"
+        for request in waiting:
+            assert request.slot == -1, "a waiting request holds a slot"
+            if request.limit is not None:
+                assert request.num_tokens < request.limit, "a complete request waits"
+        if self.is_idle:
+            for worker in self._workers.values():
+                assert worker.pool.available == worker.pool.num_blocks, "blocks leaked"
+
+    # Ends
+
+    def _end(self, request: Request, reason: EndReason, stop_token_id: int | None = None) -> Ended:
+        """The one place where a request ends: frees what it holds and makes its terminal event."""
+        if request.status is Status.RUNNING:
+            worker = self._workers[request.worker_id]
+            known = int(worker.rows.known[request.slot])
+            worker.unseat([request.slot])
+            request.status = Status.ENDED
+        else:
+            known = request.num_tokens
+            request.status = Status.ENDED
+            self._waiting.ended()
+        del self._by_handle[request.spec.handle]
+        del self._by_id[request.spec.request_id]
+        self._ended += 1
+        return Ended(
+            handle=request.spec.handle,
+            request_id=request.spec.request_id,
+            reason=reason,
+            prompt_tokens=request.prompt_len,
+            completion_tokens=known - request.prompt_len,
+            cached_tokens=request.cached_tokens or 0,
+            stop_token_id=stop_token_id,
+        )
+
+    def _ended_by_resumption(self, request: Request, limits: Limits) -> list[Ended]:
+        """The end of a waiting request whose tokens so far end it."""
+        assert request.limit is not None
+        last = request.output[-1] if request.output else None
+        if last in limits.eos_token_ids and not request.spec.ignore_eos:
+            return [self._end(request, EndReason.STOP, last)]
+        if request.num_tokens >= request.limit:
+            return [self._end(request, EndReason.LENGTH)]
+        return []
+
+    def _check_queued(self) -> list[Ended]:
+        """Fits queued requests that came before any worker did."""
+        limits = self._limits
+        assert limits is not None
+        ended: list[Ended] = []
+        for request in [r for r in self._waiting if r.limit is None]:
+            try:
+                request.limit = admission.token_limit(request.spec, limits)
+            except Refused as error:
+                end = self._end(request, EndReason.CANNOT_FIT)
+                ended.append(replace(end, refusal=error.refusal))
+            else:
+                ended.extend(self._ended_by_resumption(request, limits))
+        return ended
+
+    # Results
+
+    @staticmethod
+    def _checked(worker: WorkerState, result: StepResult) -> OpenStep:
+        if not worker.open:
+            raise LinkFault("a result without an open step")
+        step = worker.open[0]
+        if (result.epoch, result.step_id) != (worker.epoch, step.step_id):
+            raise LinkFault(
+                f"result of step {result.epoch}/{result.step_id}, "
+                f"expected {worker.epoch}/{step.step_id}"
+            )
+        expected = step.samples
+        if result.failures:
+            slots = [failure.slot for failure in result.failures]
+            if not np.isin(slots, step.slots).all():
+                raise LinkFault("a failure of a slot that is not in the step")
+            expected = expected & ~np.isin(step.slots, slots)
+        if not np.array_equal(result.counts, expected):
+            raise LinkFault("token counts differ from the rows that sample")
+        tokens = result.token_ids
+        if tokens.size != np.count_nonzero(expected):
+            raise LinkFault("number of tokens differs from their counts")
+        if tokens.size and int(tokens.max()) >= worker.spec.vocab_size:
+            raise LinkFault("a token outside the vocabulary")
+        return step
+
+    @staticmethod
+    def _register_filled(worker: WorkerState, step: OpenStep, rows: Mask) -> None:
+        """Makes blocks findable whose content this result has confirmed."""
+        if not worker.caches_prefixes:
+            return
+        slots, computed = step.slots, step.computed
+        full = computed // worker.spec.block_size > worker.rows.registered[slots]
+        for row in np.flatnonzero(full & rows).tolist():
+            worker.register_filled(int(slots[row]), int(computed[row]))
+
+    def _append(self, worker: WorkerState, slots: IntArray, tokens: TokenArray) -> Events:
+        """Appends one token to each of these running rows; ends those that are complete."""
+        rows = worker.rows
+        known = rows.known[slots]
+        rows.tokens[slots, known] = tokens
+        known = known + 1
+        rows.known[slots] = known
+        handles = rows.handle[slots]
+        self._counters.generation_tokens += slots.size
+        stopped = worker.is_eos[tokens] & ~rows.ignore_eos[slots]
+        ended: list[Ended] = []
+        for row in np.flatnonzero(stopped | (known >= rows.limit[slots])).tolist():
+            request = rows.requests[slots[row]]
+            assert request is not None
+            if stopped[row]:
+                ended.append(self._end(request, EndReason.STOP, int(tokens[row])))
+            else:
+                ended.append(self._end(request, EndReason.LENGTH))
+        return Events(handles=handles, token_ids=tokens, ended=tuple(ended))
+
+    def _append_orphans(
+        self,
+        worker: WorkerState,
+        step: OpenStep,
+        live: Mask,
+        result: StepResult,
+    ) -> Events:
+        """Appends tokens of requests preempted after the step was planned; drops ended ones'."""
+        failed = {failure.slot: failure.message for failure in result.failures}
+        sampled = result.counts > 0
+        handles: list[int] = []
+        kept: list[int] = []
+        ended: list[Ended] = []
+        places = np.cumsum(sampled) - 1
+        for row in np.flatnonzero(~live).tolist():
+            key = (int(step.slots[row]), int(step.generations[row]))
+            request = worker.orphans.get(key)
+            if request is None or request.status is Status.ENDED:
+                worker.orphans.pop(key, None)
+                self._counters.discarded_rows += 1
+                continue
+            if step.samples[row]:
+                request.in_flight -= 1
+                if not request.in_flight:
+                    del worker.orphans[key]
+            if not sampled[row]:
+                if step.samples[row]:
+                    end = self._end(request, EndReason.FAILED)
+                    ended.append(replace(end, message=failed[int(step.slots[row])]))
+                continue
+            token = int(result.token_ids[places[row]])
+            request.output.append(token)
+            handles.append(request.spec.handle)
+            kept.append(token)
+            self._counters.generation_tokens += 1
+            assert self._limits is not None
+            ended.extend(self._ended_by_resumption(request, self._limits))
+        return Events(
+            handles=np.array(handles, np.int64),
+            token_ids=np.array(kept, np.uint32),
+            ended=tuple(ended),
+        )
+
+    # Workers
+
+    def _lowered(self, spec: WorkerSpec) -> WorkerSpec:
+        config = self._config
+        budget = min(
+            spec.max_num_batched_tokens,
+            config.max_num_batched_tokens or spec.max_num_batched_tokens,
+        )
+        seqs = min(spec.max_num_seqs, config.max_num_seqs or spec.max_num_seqs, budget)
+        return replace(spec, max_num_seqs=seqs, max_num_batched_tokens=budget)
+
+    def _refresh_limits(self) -> None:
+        self._limits = admission.limits_of([w.spec for w in self._workers.values()])
+
+    def _grace_end(self, request: Request) -> int:
+        return max(request.added_us, self._no_worker_since) + self._config.worker_grace_us
+
+
+def _drop_pending(worker: WorkerState, step: OpenStep) -> None:
+    for digest in step.pending:
+        left = worker.pending[digest] - 1
+        if left:
+            worker.pending[digest] = left
+        else:
+            del worker.pending[digest]

@@ -1,0 +1,150 @@
+"""All the core keeps about one attached worker: its rows, its block pool, its open steps.
+
+Owns the moves that keep rows and pool in step with each other. Decides nothing.
+"""
+
+import hashlib
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from services.scheduler.core.blocks import BlockPool
+from services.scheduler.core.plan import IntArray, WorkerSpec
+from services.scheduler.core.request import Request, Status
+from services.scheduler.core.rows import Rows
+
+ChainHash = Callable[[bytes, bytes], bytes]
+"""(parent hash, little-endian uint32 tokens of one block) -> hash of the block."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenStep:
+    """A step that was sent and not answered.
+
+    Args:
+        slots: int32 [rows].
+        generations: int64 [rows], who held the slot when the step was planned.
+        samples: bool [rows], rows that give a token.
+        computed: int32 [rows], tokens computed once the step is done.
+        released: slots this step told the worker to release.
+        pending: hashes of prompt blocks this step fills.
+    """
+
+    step_id: int
+    slots: IntArray
+    generations: npt.NDArray[np.int64]
+    samples: npt.NDArray[np.bool_]
+    computed: IntArray
+    released: IntArray
+    pending: tuple[bytes, ...]
+
+
+class WorkerState:
+    """One attachment of one worker, from `attach` to `lost`."""
+
+    def __init__(self, spec: WorkerSpec, epoch: int, chain_hash: ChainHash | None) -> None:
+        self.spec = spec
+        self.epoch = epoch
+        self.pool = BlockPool(spec.num_blocks)
+        self.rows = Rows(spec)
+        self.open: deque[OpenStep] = deque()
+        self.next_step_id = 1
+        self.released: list[int] = []
+        """Slots vacated since the last step."""
+        self.pending: dict[bytes, int] = {}
+        """Hashes that open steps are filling, with how many blocks each."""
+        self.orphans: dict[tuple[int, int], Request] = {}
+        """Preempted requests with tokens in flight, by (slot, generation)."""
+        self.is_eos: npt.NDArray[np.bool_] = np.zeros(spec.vocab_size, np.bool_)
+        self.is_eos[list(spec.eos_token_ids)] = True
+        self._chain_hash = chain_hash
+
+    @property
+    def caches_prefixes(self) -> bool:
+        """Full blocks are hashed and reused."""
+        return self._chain_hash is not None
+
+    def extend_hashes(self, request: Request, slot_tokens: npt.NDArray[np.uint32]) -> None:
+        """Completes the request's chain over all full blocks of `slot_tokens` (prompt and output)."""
+        assert self._chain_hash is not None
+        size = self.spec.block_size
+        hashes = request.hashes
+        for block in range(len(hashes), slot_tokens.size // size):
+            parent = hashes[block - 1] if block else self.spec.chain_root
+            tokens = slot_tokens[block * size : (block + 1) * size].astype("<u4").tobytes()
+            hashes.append(self._chain_hash(parent, tokens))
+
+    def register_filled(self, slot: int, computed: int) -> None:
+        """Makes the row's blocks below `computed` tokens findable."""
+        request = self.rows.requests[slot]
+        assert request is not None
+        full = computed // self.spec.block_size
+        self.extend_hashes(request, self.rows.tokens[slot, : full * self.spec.block_size])
+        for block in range(self.rows.registered[slot], full):
+            self.pool.register(int(self.rows.blocks[slot, block]), request.hashes[block])
+        self.rows.registered[slot] = full
+
+    def unseat(self, slots: list[int]) -> None:
+        """Frees the blocks and rows of requests that stop running here; the worker is told next step."""
+        for slot in slots:
+            self.pool.release(self.rows.block_table(slot))
+        self.rows.vacate(slots)
+        self.released.extend(slots)
+
+    def requeue(self, slot: int) -> Request:
+        """Takes a running request off the worker with all its tokens so far; it is WAITING after.
+
+        Tokens of open steps still count for it; see `orphans`.
+        """
+        rows = self.rows
+        request = rows.requests[slot]
+        assert request is not None
+        request.output = rows.output(slot)
+        request.in_flight = int(rows.length[slot] - rows.known[slot])
+        request.computed_once = max(
+            request.computed_once, min(int(rows.computed[slot]), int(rows.known[slot]))
+        )
+        request.status = Status.WAITING
+        request.worker_id, request.slot = "", -1
+        if request.in_flight:
+            self.orphans[slot, int(rows.generation[slot])] = request
+        self.unseat([slot])
+        return request
+
+    def block_table_digest(self) -> int:
+        """Digest of all block tables; its form is part of the wire contract (worker.proto, Step)."""
+        digest = hashlib.sha256()
+        for slot in np.sort(self.rows.order).tolist():
+            table = self.rows.block_table(slot)
+            digest.update(np.array([slot, table.size], "<u4").tobytes())
+            digest.update(table.astype("<u4").tobytes())
+        return int.from_bytes(digest.digest()[:8], "little")
+
+    def check_invariants(self) -> None:
+        """Asserts that rows, pool, slots and open steps agree."""
+        rows, spec = self.rows, self.spec
+        order = rows.order
+        tables = [rows.block_table(slot) for slot in order.tolist()]
+        self.pool.check_invariants(np.concatenate([np.empty(0, np.int32), *tables]))
+        in_limbo = [s for step in self.open for s in step.released.tolist()]
+        every = sorted([*order.tolist(), *rows.unused_slots(), *self.released, *in_limbo])
+        assert every == list(range(spec.num_slots)), "a slot is lost or in two states"
+        assert (np.diff(rows.arrival[order]) > 0).all(), "running requests are out of order"
+        computed, known, length = rows.computed[order], rows.known[order], rows.length[order]
+        assert (computed <= length).all(), "computed beyond the row's length"
+        assert (known <= length).all(), "known beyond the row's length"
+        assert (length <= rows.limit[order]).all(), "length beyond the limit"
+        assert (length - known <= len(self.open)).all(), "more tokens in flight than open steps"
+        held = rows.num_blocks[order]
+        assert (held == -(-computed // spec.block_size)).all(), "blocks differ from computed tokens"
+        assert len(self.open) <= spec.max_in_flight, "too many open steps"
+        pending = [digest for step in self.open for digest in step.pending]
+        assert sum(self.pending.values()) == len(pending), "pending hashes are off"
+        for slot in order.tolist():
+            request = rows.requests[slot]
+            assert request is not None, "a row without a request"
+            assert request.status is Status.RUNNING, "a running request with a wrong status"
+            assert (request.worker_id, request.slot) == (spec.worker_id, slot), "wrong place"
