@@ -24,6 +24,10 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 _DOMAIN = "quire"
 
+_MAX_BYTES = 1024
+"""Longest text in a status. A status travels in trailers, and peers drop a call whose trailers are
+over 8 KB; a message stands in them up to three times, percent-encoded and in base64."""
+
 
 class ServiceError(Exception):
     """An error with a place in the table.
@@ -40,9 +44,9 @@ class ServiceError(Exception):
         self, message: str, *, reason: str = "", metadata: Mapping[str, str] | None = None
     ) -> None:
         super().__init__(message)
-        self.message = message
+        self.message = _clipped(message)
         self.reason = reason
-        self.metadata = dict(metadata or {})
+        self.metadata = {key: _clipped(value) for key, value in (metadata or {}).items()}
 
     def details(self) -> list[any_pb2.Any]:
         """The google.rpc details of this error."""
@@ -73,10 +77,11 @@ class InvalidArgument(ServiceError):
         metadata: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(f"{field}: {description}", reason=reason, metadata=metadata)
-        self.field = field
-        self.description = description
+        self.field = _clipped(field)
+        self.description = _clipped(description)
 
     def details(self) -> list[any_pb2.Any]:
+        """BadRequest with the field, and ErrorInfo where there is a reason."""
         violation = error_details_pb2.BadRequest.FieldViolation(
             field=self.field, description=self.description
         )
@@ -114,6 +119,7 @@ class Retryable(ServiceError):
         self.retry_after_s = retry_after_s
 
     def details(self) -> list[any_pb2.Any]:
+        """RetryInfo with the delay, and ErrorInfo where there is a reason."""
         delay = duration_pb2.Duration()
         delay.FromMilliseconds(int(self.retry_after_s * 1000))
         return [_packed(error_details_pb2.RetryInfo(retry_delay=delay)), *super().details()]
@@ -172,12 +178,20 @@ class RemoteError(ServiceError):
         self.status = status
 
     def details(self) -> list[any_pb2.Any]:
+        """Those that came."""
         return list(self.status.details)
 
 
 def status_of(error: ServiceError) -> status_pb2.Status:
     """The status to send for `error`, a foreign one unchanged."""
     return error.status if isinstance(error, RemoteError) else to_status(error)
+
+
+def _clipped(text: str) -> str:
+    data = text.encode("utf-8", "replace")
+    if len(data) <= _MAX_BYTES:
+        return text
+    return data[:_MAX_BYTES].decode("utf-8", "ignore") + " …"
 
 
 def _packed(

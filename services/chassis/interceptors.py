@@ -1,5 +1,6 @@
 """Turns exceptions of handlers into gRPC statuses, at one place for every rpc."""
 
+import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, NoReturn
@@ -15,9 +16,12 @@ log = logging.getLogger(__name__)
 ServicerContext = Any
 Handler = Any
 
+# The call is over: its handler has aborted it, or the peer is gone and a write failed.
+_ENDED = (grpc.aio.AbortError, grpc.aio.InternalError)
+
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Maps ServiceError by the table in `errors`, anything else to INTERNAL with the cause logged."""
+    """Maps ServiceError by the table in `errors`; anything else is logged and sent as INTERNAL."""
 
     async def intercept_service(
         self,
@@ -52,9 +56,7 @@ def _unary(inner: Any, method: str) -> Any:
     async def call(request: Any, context: ServicerContext) -> Any:
         try:
             return await inner(request, context)
-        except grpc.aio.AbortError:
-            raise
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 -- the one place that turns all of them into statuses
             await _abort(context, error, method)
 
     return call
@@ -63,23 +65,25 @@ def _unary(inner: Any, method: str) -> Any:
 def _streaming(inner: Any, method: str) -> Any:
     async def call(request: Any, context: ServicerContext) -> AsyncIterator[Any]:
         try:
-            async for response in inner(request, context):
+            responses = inner(request, context)
+            if inspect.isawaitable(responses):
+                # A handler that writes by itself, as the health service's Watch does.
+                await responses
+                return
+            async for response in responses:
                 yield response
-        except grpc.aio.AbortError:
-            raise
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 -- the one place that turns all of them into statuses
             await _abort(context, error, method)
 
     return call
 
 
-async def _abort(
-    context: ServicerContext, error: Exception, method: str
-) -> NoReturn:
+async def _abort(context: ServicerContext, error: Exception, method: str) -> NoReturn:
+    """Ends the call with the status of `error`; raises what gRPC must see."""
+    if isinstance(error, _ENDED) or context.done():
+        raise error
     if isinstance(error, ServiceError):
         known = error
-    elif context.cancelled() or context.done():
-        raise error  # the peer is gone; there is nobody to tell
     else:
         log.error("%s failed", method, exc_info=error)
         known = Internal("internal error; see the log of the service")

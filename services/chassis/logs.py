@@ -18,3 +18,9 @@ def configure_logs(service: str, level: str) -> None:
         force=True,
     )
     logging.getLogger("grpc").setLevel(logging.WARNING)
+    logging.getLogger("grpc._cython.cygrpc").addFilter(_news)
+
+
+def _news(record: logging.LogRecord) -> bool:
+    """False for the traceback gRPC logs when a client goes away during a write to it."""
+    return not record.getMessage().startswith("ExecuteBatchError")

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable
 import uvloop
 
 from services.chassis.settings import SettingsError
+from services.chassis.tasks import first_leaf
 
 log = logging.getLogger(__name__)
 
@@ -28,26 +29,26 @@ class StartupError(Exception):
 def run_process(main: Callable[[asyncio.Event], Awaitable[None]]) -> int:
     """Runs `main(stopping)` on uvloop; `stopping` is set by the first SIGTERM or SIGINT.
 
+    Everything that can fail for the user's reasons belongs inside `main`, `settings.parse` too:
+    outside of it nobody turns a StartupError or SettingsError into a message.
+
+    Args:
+        main: the service; it returns when `stopping` is set and its work is done.
+
     Returns:
-        The exit code: 0 after an orderly end, 2 after a StartupError or SettingsError (one line on
-        standard error, no traceback).
+        The exit code: 0 after an orderly end, 2 after a StartupError or SettingsError (their
+        message on standard error, no traceback). Any other exception is a crash: it is raised, and
+        the interpreter ends with code 1.
     """
     problem: BaseException | None = None
     try:
         uvloop.run(_with_signals(main))
     except* (SettingsError, StartupError) as group:
-        problem = _first(group)
+        problem = first_leaf(group)
     if problem is None:
         return 0
     sys.stderr.write(f"{problem}\n")
     return EXIT_USAGE
-
-
-def _first(group: BaseExceptionGroup[Exception]) -> BaseException:
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 def settle_memory() -> None:

@@ -4,6 +4,7 @@ Health names: `""` is "the process is up"; the name of a service is "it can serv
 """
 
 import os
+import socket
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -25,17 +26,21 @@ class GrpcServer:
     serve, and at the end `set_ready(False)`, wait until the work is done, `stop()`.
 
     Args:
-        service_names: full names of the services it offers, e.g. `quire.v1.TextService`.
+        service_names: full names of the services whose readiness `set_ready` tells, e.g.
+            `quire.v1.TextService`.
+        always_ready: full names of services that can serve as soon as the process is up.
     """
 
-    def __init__(self, service_names: Iterable[str]) -> None:
+    def __init__(self, service_names: Iterable[str], always_ready: Iterable[str] = ()) -> None:
         self.grpc = grpc.aio.server(interceptors=[ErrorInterceptor()], options=SERVER_OPTIONS)
         self._names = tuple(service_names)
+        self._always_ready = tuple(always_ready)
         self._health = health.aio.HealthServicer()
         self._sockets: list[Path] = []
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
         reflection.enable_server_reflection(
-            (*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME), self.grpc
+            (*self._names, *self._always_ready, health.SERVICE_NAME, reflection.SERVICE_NAME),
+            self.grpc,
         )
 
     async def start(self, listen: Iterable[str]) -> list[str]:
@@ -50,9 +55,14 @@ class GrpcServer:
         Raises:
             StartupError: an address cannot be bound.
         """
-        bound = [self._bind(address) for address in listen]
+        try:
+            bound = [self._bind(address) for address in listen]
+        except StartupError:
+            await self.stop()
+            raise
         await self.grpc.start()
-        await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
+        for name in ("", *self._always_ready):
+            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
         await self.set_ready(False)
         return bound
 
@@ -67,7 +77,10 @@ class GrpcServer:
             await self._health.set(name, status)
 
     async def stop(self, grace_s: float = 0.5) -> None:
-        """Closes the listener, gives live calls `grace_s` seconds, removes socket files."""
+        """Closes the listener, gives live calls `grace_s` seconds, removes socket files.
+
+        May be called again, and on a server that never started.
+        """
         await self._health.enter_graceful_shutdown()
         await self.grpc.stop(grace_s)
         for path in self._sockets:
@@ -76,15 +89,51 @@ class GrpcServer:
     def _bind(self, address: str) -> str:
         if address.startswith(_UNIX):
             path = Path(address.removeprefix(_UNIX))
-            if len(os.fsencode(path)) > 107:
-                raise StartupError(f"listen: socket path is longer than 107 bytes: {path}")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.unlink(missing_ok=True)
+            _make_room(path)
+            self._add_port(address)
             self._sockets.append(path)
-        try:
-            port = self.grpc.add_insecure_port(address)
-        except RuntimeError as error:
-            raise StartupError(f"listen: cannot bind {address}: in use or not allowed") from error
-        if address.startswith(_UNIX):
             return address
-        return f"{address.rsplit(':', 1)[0]}:{port}"
+        host, _, port = address.rpartition(":")
+        # gRPC would take a missing port for 443 and a large one modulo 65536.
+        if not host or not (port.isascii() and port.isdigit() and int(port) <= 65535):
+            raise StartupError(
+                f"listen: must be host:port with a port of 0 to 65535, or unix:///path: {address!r}"
+            )
+        return f"{host}:{self._add_port(address)}"
+
+    def _add_port(self, address: str) -> int:
+        try:
+            return self.grpc.add_insecure_port(address)
+        except RuntimeError as error:
+            raise StartupError(
+                f"listen: cannot bind {address}: in use, not allowed, or no address of this machine"
+            ) from error
+
+
+def _make_room(path: Path) -> None:
+    """Makes the folder of a socket, and removes what a dead process left at its path."""
+    if not path.is_absolute():
+        raise StartupError(f"listen: socket path must be absolute: {_UNIX}{path}")
+    if len(os.fsencode(path)) > 107:
+        raise StartupError(f"listen: socket path is longer than 107 bytes: {path}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_socket() and not _answers(path):
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        raise StartupError(f"listen: cannot use {path}: {error.strerror}") from error
+    if path.exists():
+        taken = "another process listens there" if path.is_socket() else "it is not a socket"
+        raise StartupError(f"listen: cannot bind {_UNIX}{path}: {taken}")
+
+
+def _answers(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)  # a full backlog would block, and is an answer
+        try:
+            probe.connect(os.fspath(path))
+        except BlockingIOError:
+            return True
+        except ConnectionRefusedError:
+            return False
+    return True

@@ -12,14 +12,16 @@ def refuse_unknown_fields(message: Message) -> None:
     """Raises Unimplemented with the path and number of the first unknown field in `message`."""
     for path in _unknown(message, ""):
         raise Unimplemented(
-            f"{path or message.DESCRIPTOR.full_name}: this version does not have that field",
+            f"{path}: this version does not have that field",
             reason="UNKNOWN_FIELD",
         )
 
 
 def _unknown(message: Message, prefix: str) -> Iterator[str]:
-    for field in UnknownFieldSet(message):
-        yield f"{prefix}field {field.field_number} of {message.DESCRIPTOR.full_name}"
+    unknown = UnknownFieldSet(message)
+    for index in range(len(unknown)):
+        number = unknown[index].field_number
+        yield f"{prefix}field {number} of {message.DESCRIPTOR.full_name}"
     for descriptor, value in message.ListFields():
         if descriptor.message_type is None or descriptor.message_type.GetOptions().map_entry:
             continue

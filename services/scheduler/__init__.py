@@ -1,0 +1,1 @@
+"""The scheduler service: the only brain. Owns no tensor and imports no torch."""

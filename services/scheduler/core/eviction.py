@@ -63,7 +63,8 @@ class LruQueue:
         """The queued blocks, oldest first."""
         entries = np.arange(self._head, self._tail)
         blocks = self._ring[entries % self._ring.size]
-        return blocks[self._place[blocks] == entries]
+        queued: IntArray = blocks[self._place[blocks] == entries]
+        return queued
 
     def _compact(self) -> None:
         blocks = self.contents()

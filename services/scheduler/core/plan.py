@@ -1,6 +1,7 @@
 """The values that cross the core's border: what goes in, what a step is, what comes out.
 
-Frozen and complete. Arrays are read-only by agreement; token ids are uint32, slots and blocks int32.
+Frozen and complete. Arrays are read-only by agreement; token ids are uint32, slots and blocks
+int32.
 """
 
 import enum
@@ -195,7 +196,7 @@ class Refused(Exception):
 
 
 class LinkFault(Exception):
-    """A result that does not belong to the step it answers: the worker's state cannot be trusted."""
+    """A result that does not belong to its step: the worker's state cannot be trusted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,8 @@
 """The making of one step: decodes first, then admitted prefills, then waiting requests.
 
-There is no prefill phase and no decode phase: each request has `computed` chasing `length`, and a step
-is a map request -> tokens whose sum stays within the token budget (the unified budget of the vLLM V1
-scheduler). Owns a step while it is drafted; the caller owns queues and workers.
+There is no prefill phase and no decode phase: each request has `computed` chasing `length`, and a
+step is a map request -> tokens whose sum stays within the token budget (the unified budget of the
+vLLM V1 scheduler). Owns a step while it is drafted; the caller owns queues and workers.
 """
 
 import enum
@@ -114,7 +114,7 @@ class Draft:
         self._record(slots, tokens, needed, blocks)
 
     def _append_preempting(self, slots: list[int], tokens: list[int]) -> None:
-        """Memory is short: gives rows their blocks in turn, taking them from the latest arrivals."""
+        """Gives rows their blocks in turn, taking them from the latest arrivals."""
         worker = self._worker
         taken: dict[int, tuple[int, IntArray]] = {}
         gone: set[int] = set()

@@ -1,9 +1,9 @@
-"""Running requests of one worker in columns, one row per slot, so that a steady step walks no objects.
+"""Running requests of one worker in columns, one row per slot: a steady step walks no objects.
 
 Owns every per-slot fact: tokens, lengths, block tables. Knows nothing of queues or budgets.
-Lengths of a row, in tokens: `computed` <= `known` <= `length` <= `limit` hold as follows. `known` are
-tokens the core has seen; `length` adds those being sampled by open steps; `computed` advances when a
-step is planned, so a row has work while `computed` < `length`.
+Lengths of a row, in tokens: `known` are those the core has seen; `length` adds those that open
+steps are sampling, never beyond `limit`; `computed` advances when a step is planned, so a row has
+work while `computed` < `length`.
 """
 
 from collections import deque
@@ -49,8 +49,10 @@ class Rows:
         """Gives a request a row.
 
         Args:
+            request: who; its limit is set.
             tokens: uint32 [n], prompt and output so far.
             hits: blocks that hold its first `computed` tokens already.
+            computed: tokens that need not be computed here.
 
         Returns:
             The slot.
@@ -85,7 +87,8 @@ class Rows:
 
     def output(self, slot: int) -> list[int]:
         """The row's known output tokens."""
-        return self.tokens[slot, self.prompt_len[slot] : self.known[slot]].tolist()
+        output: list[int] = self.tokens[slot, self.prompt_len[slot] : self.known[slot]].tolist()
+        return output
 
     def vacate(self, slots: list[int]) -> None:
         """Takes requests off their rows; the slots stay reserved until `recycle`."""

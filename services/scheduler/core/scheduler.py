@@ -1,8 +1,8 @@
 """The scheduler: inputs in, steps and events out.
 
-Owns every live request, the global queue and the attached workers. Verbs: `plan` makes a worker's next
-step, `apply` takes a step's result. Nothing raises out of `plan`; `apply` raises LinkFault when a
-result does not belong to its step, and the caller answers that with `lost`.
+Owns every live request, the global queue and the attached workers. Verbs: `plan` makes a worker's
+next step, `apply` takes a step's result. Nothing raises out of `plan`; `apply` raises LinkFault
+when a result does not belong to its step, and the caller answers that with `lost`.
 
 Exactly one terminal event (`Ended`) per request that `add` accepted, on every path.
 """
@@ -126,12 +126,12 @@ class Scheduler:
     def attach(self, announced: WorkerSpec) -> tuple[WorkerSpec, int, Events]:
         """Takes a worker with an empty pool.
 
-        A worker of the same id must be `lost` first. All workers attached at one time must agree on
-        block size and chain root; the caller checks that (`compatible`).
+        A worker of the same id must be `lost` first. All workers attached at one time must agree
+        on block size and chain root; the caller checks that (`compatible`).
 
         Returns:
-            The worker's limits as lowered by the configuration, the epoch of the attachment, and the
-            ends of queued requests that cannot fit.
+            The worker's limits as lowered by the configuration, the epoch of the attachment, and
+            the ends of queued requests that cannot fit.
         """
         assert announced.worker_id not in self._workers, "the worker is attached already"
         spec = self._lowered(announced)
@@ -202,10 +202,7 @@ class Scheduler:
         _drop_pending(worker, step)
         failed = {failure.slot: failure.message for failure in result.failures}
         live = worker.rows.generation[step.slots] == step.generations
-        if failed:
-            good = ~np.isin(step.slots, list(failed))
-        else:
-            good = np.ones(step.slots.size, np.bool_)
+        good = ~np.isin(step.slots, list(failed)) if failed else np.ones(step.slots.size, np.bool_)
         self._register_filled(worker, step, live & good)
         sampled = step.samples & good
         tokens = result.token_ids

@@ -68,7 +68,7 @@ class WorkerState:
         return self._chain_hash is not None
 
     def extend_hashes(self, request: Request, slot_tokens: npt.NDArray[np.uint32]) -> None:
-        """Completes the request's chain over all full blocks of `slot_tokens` (prompt and output)."""
+        """Completes the request's chain over the full blocks of its tokens so far."""
         assert self._chain_hash is not None
         size = self.spec.block_size
         hashes = request.hashes
@@ -88,7 +88,7 @@ class WorkerState:
         self.rows.registered[slot] = full
 
     def unseat(self, slots: list[int]) -> None:
-        """Frees the blocks and rows of requests that stop running here; the worker is told next step."""
+        """Frees blocks and rows of requests that stop here; the next step tells the worker."""
         for slot in slots:
             self.pool.release(self.rows.block_table(slot))
         self.rows.vacate(slots)
@@ -115,7 +115,7 @@ class WorkerState:
         return request
 
     def block_table_digest(self) -> int:
-        """Digest of all block tables; its form is part of the wire contract (worker.proto, Step)."""
+        """Digest of all block tables; its form is part of the wire contract (worker.proto)."""
         digest = hashlib.sha256()
         for slot in np.sort(self.rows.order).tolist():
             table = self.rows.block_table(slot)

@@ -1,0 +1,94 @@
+"""The scheduler process (`quire-scheduler`): its wiring, top to bottom."""
+
+import asyncio
+import logging
+import os
+import sys
+
+from quire.v1 import info_pb2_grpc, token_pb2_grpc, worker_pb2_grpc
+from services.chassis.logs import configure_logs
+from services.chassis.process import run_process, settle_memory
+from services.chassis.server import GrpcServer
+from services.chassis.settings import parse
+from services.scheduler.core.scheduler import Scheduler
+from services.scheduler.engine_loop import EngineLoop
+from services.scheduler.hashing import chain_hash
+from services.scheduler.servicer import InfoServicer, TokenServicer
+from services.scheduler.settings import LATER_FLAGS, Settings
+from services.scheduler.worker_link import WorkerLinkServicer
+
+log = logging.getLogger(__name__)
+
+TOKEN_SERVICE = "quire.v1.TokenService"
+INFO_SERVICE = "quire.v1.InfoService"
+WORKER_LINK_SERVICE = "quire.v1.WorkerLinkService"
+
+
+def wire(settings: Settings) -> tuple[EngineLoop, GrpcServer]:
+    """The loop and the server in front of it, not yet running."""
+    loop = EngineLoop(Scheduler(settings.core_config(), chain_hash))
+    server = GrpcServer([TOKEN_SERVICE], always_ready=[INFO_SERVICE, WORKER_LINK_SERVICE])
+    token_pb2_grpc.add_TokenServiceServicer_to_server(TokenServicer(loop), server.grpc)
+    info_pb2_grpc.add_InfoServiceServicer_to_server(InfoServicer(loop), server.grpc)
+    worker_pb2_grpc.add_WorkerLinkServiceServicer_to_server(
+        WorkerLinkServicer(loop, check_block_tables=settings.check_block_tables), server.grpc
+    )
+    return loop, server
+
+
+async def serve(stopping: asyncio.Event) -> None:
+    """Serves until `stopping` is set and what runs has ended or run out of time."""
+    settings = parse(
+        Settings, prog="quire-scheduler", argv=sys.argv[1:], env=os.environ, later=LATER_FLAGS
+    )
+    configure_logs("scheduler", settings.log_level)
+
+    loop, server = wire(settings)
+    bound = await server.start(settings.listen)
+    log.info("listening on %s", ", ".join(bound))
+    settle_memory()
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(loop.run())
+        readiness = tasks.create_task(follow_readiness(loop, server, settings.worker_grace))
+        await stopping.wait()
+        loop.draining = True
+        readiness.cancel()
+        await server.set_ready(False)
+        await drained(loop, settings.drain_timeout)
+        loop.close()
+    await server.stop()
+
+
+async def follow_readiness(loop: EngineLoop, server: GrpcServer, grace_s: float) -> None:
+    """Ready while a worker is attached, and for `grace_s` seconds after the last one left."""
+    while True:
+        loop.workers_changed.clear()
+        if loop.limits is not None:
+            await server.set_ready(True)
+            await loop.workers_changed.wait()
+            continue
+        try:
+            async with asyncio.timeout(grace_s):
+                await loop.workers_changed.wait()
+        except TimeoutError:
+            await server.set_ready(False)
+            await loop.workers_changed.wait()
+
+
+async def drained(loop: EngineLoop, timeout_s: float) -> None:
+    """Waits until no request is live, at most `timeout_s` seconds."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            await loop.idle.wait()
+    except TimeoutError:
+        log.warning("requests are still running after %g s; leaving them", timeout_s)
+
+
+def main() -> None:
+    """Entry point of `quire-scheduler`."""
+    sys.exit(run_process(serve))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""The way of one valid request from a door into the core: model check, hashing, posting.
+
+Shared by both doors of the token service.
+"""
+
+from services.chassis.errors import NotFound, Unavailable
+from services.scheduler import codec
+from services.scheduler.core.plan import AddRequest
+from services.scheduler.engine_loop import Caller, EngineLoop
+from services.scheduler.hashing import hash_prompt
+
+
+async def admit(loop: EngineLoop, caller: Caller, stream: int, call: codec.TokenCall) -> None:
+    """Posts a request to the core; a refusal by the core comes through the caller's outbox.
+
+    Args:
+        loop: the engine loop.
+        caller: whose request it is.
+        stream: the caller's id for it.
+        call: the request.
+
+    Raises:
+        ServiceError: it cannot be posted.
+    """
+    if loop.draining:
+        raise Unavailable("the scheduler is stopping", reason="DRAINING")
+    if call.model and loop.model and call.model != loop.model:
+        raise NotFound(f"model: {call.model!r} is not served here; {loop.model!r} is")
+    hashing = loop.hashing
+    hashes: tuple[bytes, ...] = ()
+    if hashing is not None:
+        block_size, root = hashing
+        hashes = await hash_prompt(call.prompt, block_size=block_size, root=root)
+        if loop.hashing != hashing:
+            hashes = ()  # other workers came meanwhile; the core hashes by itself
+    caller.add(
+        AddRequest(
+            request_id=call.request_id,
+            handle=caller.handle(stream),
+            attempt=call.attempt,
+            prompt=call.prompt,
+            prompt_hashes=hashes,
+            resumed=call.resumed,
+            max_tokens=call.max_tokens,
+            ignore_eos=call.ignore_eos,
+            sampling=call.sampling,
+            traceparent=call.traceparent,
+        )
+    )

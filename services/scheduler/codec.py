@@ -1,0 +1,410 @@
+"""Between the wire messages and the scheduler's own types; only this file makes protobuf.
+
+Everything that enters is checked once, here: after parsing, a value is valid as far as can be known
+without the attached workers' limits (those the core checks).
+"""
+
+import math
+import secrets
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from quire.v1 import generation_pb2, info_pb2, token_pb2, worker_pb2
+from services.chassis.errors import (
+    Aborted,
+    AlreadyExists,
+    FailedPrecondition,
+    Internal,
+    InvalidArgument,
+    ServiceError,
+    Unavailable,
+    to_status,
+)
+from services.chassis.tracing import valid_traceparent
+from services.chassis.unknown_fields import refuse_unknown_fields
+from services.scheduler.core.plan import (
+    Ended,
+    EndReason,
+    Limits,
+    Loads,
+    Refusal,
+    RowFailure,
+    Sampling,
+    StepPlan,
+    StepResult,
+    TokenArray,
+    WorkerSpec,
+)
+from services.scheduler.hashing import chain_root
+from services.scheduler.outbox import Delivery, End
+
+PROTOCOL_MAJOR = 1
+"""Major version of both protocols this scheduler speaks."""
+
+_MAX_REQUEST_ID_BYTES = 128
+
+_FINISHED = {
+    EndReason.STOP: generation_pb2.FINISH_REASON_STOP,
+    EndReason.LENGTH: generation_pb2.FINISH_REASON_LENGTH,
+    EndReason.ABORT: generation_pb2.FINISH_REASON_ABORT,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenCall:
+    """A valid token-level request, before hashing and admission."""
+
+    request_id: str
+    model: str
+    attempt: int
+    prompt: TokenArray
+    resumed: TokenArray
+    max_tokens: int | None
+    ignore_eos: bool
+    sampling: Sampling
+    traceparent: str
+
+
+# Requests
+
+
+def parse_request(message: token_pb2.TokenRequest, *, mint_id: bool) -> TokenCall:
+    """Reads and checks a request.
+
+    Args:
+        message: as received.
+        mint_id: an empty request id is replaced by a fresh one, else refused.
+
+    Raises:
+        ServiceError: names the field at fault.
+    """
+    refuse_unknown_fields(message)
+    request_id = message.request_id
+    if not request_id:
+        if not mint_id:
+            raise InvalidArgument("request.request_id", "must not be empty")
+        request_id = secrets.token_hex(16)
+    if len(request_id.encode()) > _MAX_REQUEST_ID_BYTES:
+        raise InvalidArgument(
+            "request.request_id",
+            f"must be at most {_MAX_REQUEST_ID_BYTES} bytes, got {len(request_id.encode())}",
+        )
+    prompt = parse_token_ids(message.prompt, "request.prompt")
+    if not prompt.size:
+        raise InvalidArgument("request.prompt", "must have at least one token")
+    stopping = message.stopping
+    max_tokens = stopping.max_tokens if stopping.HasField("max_tokens") else None
+    if max_tokens is not None and max_tokens < 1:
+        raise InvalidArgument("request.stopping.max_tokens", f"must be >= 1, got {max_tokens}")
+    return TokenCall(
+        request_id=request_id,
+        model=message.model,
+        attempt=message.attempt,
+        prompt=prompt,
+        resumed=parse_token_ids(message.resumed, "request.resumed"),
+        max_tokens=max_tokens,
+        ignore_eos=stopping.ignore_eos,
+        sampling=_parse_sampling(message.sampling),
+        traceparent=valid_traceparent(message.traceparent),
+    )
+
+
+def with_traceparent(call: TokenCall, traceparent: str) -> TokenCall:
+    """The call with the trace context of its metadata, unless the message carries one."""
+    return call if call.traceparent else replace(call, traceparent=traceparent)
+
+
+def parse_token_ids(message: generation_pb2.TokenIds, field: str) -> TokenArray:
+    """uint32 [n] from either form."""
+    if message.packed and message.ids:
+        raise InvalidArgument(field, "fill either packed or ids, not both")
+    if message.packed:
+        return _column(message.packed, f"{field}.packed")
+    return np.array(message.ids, np.uint32)
+
+
+def _parse_sampling(message: generation_pb2.SamplingParams) -> Sampling:
+    temperature = message.temperature if message.HasField("temperature") else 1.0
+    top_p = message.top_p if message.HasField("top_p") else 1.0
+    if not (math.isfinite(temperature) and temperature >= 0):
+        raise InvalidArgument(
+            "request.sampling.temperature", f"must be finite and >= 0, got {temperature}"
+        )
+    if not 0 < top_p <= 1:
+        raise InvalidArgument("request.sampling.top_p", f"must be in (0, 1], got {top_p}")
+    return Sampling(
+        temperature=temperature,
+        top_p=top_p,
+        top_k=message.top_k,
+        seed=message.seed if message.HasField("seed") else secrets.randbits(63),
+    )
+
+
+def _column(data: bytes, field: str) -> TokenArray:
+    if len(data) % 4:
+        raise InvalidArgument(field, f"must be whole uint32 values, got {len(data)} bytes")
+    return np.frombuffer(data, "<u4")
+
+
+def check_hello(hello: token_pb2.Hello) -> None:
+    """Refuses a tokenizer that speaks another protocol."""
+    refuse_unknown_fields(hello)
+    _check_major(hello.protocol_major)
+
+
+# Answers to callers
+
+
+def limits_message(limits: Limits | None, model: str) -> token_pb2.ModelLimits:
+    """The limits; without workers all fields are unset."""
+    if limits is None:
+        return token_pb2.ModelLimits()
+    return token_pb2.ModelLimits(
+        model=model,
+        vocab_size=limits.vocab_size,
+        max_model_len=limits.max_model_len,
+        kv_capacity_tokens=limits.kv_capacity_tokens,
+        eos_token_ids=limits.eos_token_ids,
+        num_workers=limits.num_workers,
+    )
+
+
+def welcome(credits: int, limits: Limits | None, model: str) -> token_pb2.SessionResponse:
+    """The first message of a session."""
+    message = token_pb2.Welcome(credits=credits, protocol_major=PROTOCOL_MAJOR)
+    if limits is not None:
+        message.limits.CopyFrom(limits_message(limits, model))
+    return token_pb2.SessionResponse(welcome=message)
+
+
+def limits_response(limits: Limits | None, model: str) -> token_pb2.SessionResponse:
+    """The limits after they changed."""
+    return token_pb2.SessionResponse(limits=limits_message(limits, model))
+
+
+def goodbye(reason: str) -> token_pb2.SessionResponse:
+    """The last message of a session."""
+    return token_pb2.SessionResponse(bye=token_pb2.Bye(reason=reason))
+
+
+def batch_response(delivery: Delivery) -> token_pb2.SessionResponse | None:
+    """Tokens, ends and credits of one delivery, or None where there are none."""
+    if not (delivery.streams.size or delivery.ends or delivery.credits):
+        return None
+    batch = token_pb2.TokenBatch(
+        stream_ids=delivery.streams.astype("<u4", copy=False).tobytes(),
+        counts=np.ones(delivery.streams.size, "<u4").tobytes(),
+        token_ids=delivery.token_ids.astype("<u4", copy=False).tobytes(),
+        credits=delivery.credits,
+    )
+    for stream, end in delivery.ends:
+        error = error_of(end)
+        if error is None:
+            batch.ends.add(stream_id=stream, finished=finished(end))
+        else:
+            batch.ends.add(stream_id=stream, status=to_status(error))
+    return token_pb2.SessionResponse(batch=batch)
+
+
+def finished(end: End) -> token_pb2.TokenFinished:
+    """The end of a request that ended well (`error_of` is None)."""
+    assert isinstance(end, Ended), end
+    return token_pb2.TokenFinished(
+        reason=_FINISHED[end.reason],
+        stop_token_id=end.stop_token_id,
+        usage=generation_pb2.Usage(
+            prompt_tokens=end.prompt_tokens,
+            completion_tokens=end.completion_tokens,
+            cached_tokens=end.cached_tokens,
+        ),
+    )
+
+
+def error_of(end: End) -> ServiceError | None:
+    """The error of a request that did not end well, or None."""
+    if isinstance(end, ServiceError):
+        return end
+    if end.reason in _FINISHED:
+        return None
+    if end.reason is EndReason.REPLACED:
+        return Aborted("a newer attempt of this request took its place", reason="REPLACED")
+    if end.reason is EndReason.NO_WORKER:
+        return Unavailable("no worker attached in time", reason="NO_WORKER")
+    if end.reason is EndReason.CANNOT_FIT:
+        assert end.refusal is not None
+        return refusal_error(end.refusal)
+    return Internal("the worker could not compute this request", reason="COMPUTATION_FAILED")
+
+
+def refusal_error(refusal: Refusal) -> ServiceError:
+    """The error for a request that the core did not take."""
+    if refusal.reason == "DUPLICATE":
+        return AlreadyExists("a request with this request_id is live", reason="DUPLICATE")
+    limits = {
+        "CONTEXT_LENGTH": "the context holds at most",
+        "EXCEEDS_KV_CAPACITY": "the KV cache holds at most",
+        "VOCABULARY": "the largest id of the vocabulary is",
+    }
+    return InvalidArgument(
+        refusal.field,
+        f"{limits[refusal.reason]} {refusal.limit}, got {refusal.got}",
+        reason=refusal.reason,
+        metadata={"limit": str(refusal.limit), "got": str(refusal.got)},
+    )
+
+
+# Workers
+
+
+def parse_register(message: worker_pb2.Register) -> tuple[WorkerSpec, str]:
+    """What a worker announces, and the name of its model.
+
+    Raises:
+        ServiceError: names the field at fault.
+    """
+    refuse_unknown_fields(message)
+    _check_major(message.protocol_major)
+    for field in ("worker_id", "instance_id", "model", "model_digest"):
+        if not getattr(message, field):
+            raise InvalidArgument(f"register.{field}", "must not be empty")
+    for field in (
+        "block_size",
+        "num_blocks",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "max_model_len",
+        "vocab_size",
+        "max_in_flight",
+    ):
+        if not 1 <= getattr(message, field) < 2**31:
+            raise InvalidArgument(
+                f"register.{field}", f"must be >= 1, got {getattr(message, field)}"
+            )
+    for token in message.eos_token_ids:
+        if token >= message.vocab_size:
+            raise InvalidArgument("register.eos_token_ids", f"{token} is outside the vocabulary")
+    spec = WorkerSpec(
+        worker_id=message.worker_id,
+        num_blocks=message.num_blocks,
+        block_size=message.block_size,
+        max_num_seqs=message.max_num_seqs,
+        max_num_batched_tokens=message.max_num_batched_tokens,
+        max_model_len=message.max_model_len,
+        vocab_size=message.vocab_size,
+        eos_token_ids=tuple(message.eos_token_ids),
+        max_in_flight=message.max_in_flight,
+        chain_root=chain_root(message.model_digest),
+    )
+    return spec, message.model
+
+
+def registered(spec: WorkerSpec, epoch: int, check_block_tables: bool) -> worker_pb2.AttachResponse:
+    """The answer to a registration."""
+    return worker_pb2.AttachResponse(
+        registered=worker_pb2.Registered(
+            epoch=epoch,
+            max_num_seqs=spec.max_num_seqs,
+            num_slots=spec.num_slots,
+            check_block_tables=check_block_tables,
+        )
+    )
+
+
+def step_message(plan: StepPlan) -> worker_pb2.AttachResponse:
+    """A step for the wire."""
+    return worker_pb2.AttachResponse(
+        step=worker_pb2.Step(
+            epoch=plan.epoch,
+            step_id=plan.step_id,
+            released_slots=plan.released_slots.astype("<u4").tobytes(),
+            new_requests=[
+                worker_pb2.NewRequest(
+                    slot=row.slot,
+                    token_ids=row.token_ids.astype("<u4", copy=False).tobytes(),
+                    prompt_len=row.prompt_len,
+                    num_computed=row.num_computed,
+                    temperature=row.sampling.temperature,
+                    top_p=row.sampling.top_p,
+                    top_k=row.sampling.top_k,
+                    seed=row.sampling.seed,
+                    traceparent=row.traceparent,
+                )
+                for row in plan.new_rows
+            ],
+            slots=plan.slots.astype("<u4").tobytes(),
+            num_tokens=plan.num_tokens.astype("<u4").tobytes(),
+            num_new_blocks=plan.num_new_blocks.astype("<u4").tobytes(),
+            new_block_ids=plan.new_block_ids.astype("<u4").tobytes(),
+            block_table_digest=plan.block_table_digest,
+        )
+    )
+
+
+def parse_result(message: worker_pb2.StepResult) -> StepResult:
+    """A result from the wire.
+
+    Raises:
+        ServiceError: the columns are malformed.
+    """
+    refuse_unknown_fields(message)
+    return StepResult(
+        epoch=message.epoch,
+        step_id=message.step_id,
+        counts=np.frombuffer(message.counts, np.uint8),
+        token_ids=_column(message.token_ids, "result.token_ids"),
+        failures=tuple(RowFailure(slot=e.slot, message=e.message) for e in message.errors),
+    )
+
+
+def worker_goodbye(reason: str) -> worker_pb2.AttachResponse:
+    """The last message of an attachment."""
+    return worker_pb2.AttachResponse(bye=token_pb2.Bye(reason=reason))
+
+
+def _check_major(major: int) -> None:
+    if major != PROTOCOL_MAJOR:
+        raise FailedPrecondition(
+            f"protocol_major: this scheduler speaks {PROTOCOL_MAJOR}, got {major}",
+            reason="PROTOCOL_MAJOR",
+        )
+
+
+# Facts
+
+
+def loads_response(loads: Loads) -> info_pb2.GetLoadsResponse:
+    """Gauges and counters for the wire."""
+    counters = loads.counters
+    return info_pb2.GetLoadsResponse(
+        running=loads.running,
+        waiting=loads.waiting,
+        accepted=loads.accepted,
+        ended=loads.ended,
+        workers=[
+            info_pb2.WorkerLoad(
+                worker_id=worker.worker_id,
+                epoch=worker.epoch,
+                running=worker.running,
+                blocks_total=worker.blocks_total,
+                blocks_free=worker.blocks_free,
+                blocks_evictable=worker.blocks_evictable,
+                steps=worker.steps,
+                steps_in_flight=worker.steps_in_flight,
+            )
+            for worker in loads.workers
+        ],
+        counters=info_pb2.SchedulerCounters(
+            steps=counters.steps,
+            mixed_steps=counters.mixed_steps,
+            chunked_prefills=counters.chunked_prefills,
+            preemptions=counters.preemptions,
+            requeues=counters.requeues,
+            recomputed_tokens=counters.recomputed_tokens,
+            prefix_query_tokens=counters.prefix_query_tokens,
+            prefix_hit_tokens=counters.prefix_hit_tokens,
+            prompt_tokens=counters.prompt_tokens,
+            generation_tokens=counters.generation_tokens,
+            discarded_rows=counters.discarded_rows,
+        ),
+    )

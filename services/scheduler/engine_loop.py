@@ -1,0 +1,350 @@
+"""The only loop of the scheduler: take the inputs, plan, execute on the workers, apply, deliver.
+
+Owns the core; nobody else touches it. Everything runs on one event loop: callers post inputs and
+return at once, answers go to their outboxes. The loop reads the clock and hands it to the core.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from services.chassis.errors import FailedPrecondition, Unavailable
+from services.scheduler import codec
+from services.scheduler.core.plan import (
+    AddRequest,
+    Ended,
+    EndReason,
+    Events,
+    Limits,
+    LinkFault,
+    Loads,
+    Refused,
+    StepPlan,
+    StepResult,
+    WorkerSpec,
+)
+from services.scheduler.core.scheduler import Scheduler
+from services.scheduler.outbox import Outbox, StreamIds
+
+log = logging.getLogger(__name__)
+
+_STREAM_BITS = 32
+_STREAM_MASK = (1 << _STREAM_BITS) - 1
+
+
+class WorkerLink:
+    """The loop's end of one attachment: steps to send, then the reason why it ended.
+
+    Args:
+        spec: the worker's limits, lowered by the configuration.
+        epoch: of the attachment.
+        model: name of the model it serves.
+    """
+
+    def __init__(self, spec: WorkerSpec, epoch: int, model: str) -> None:
+        self.spec = spec
+        self.epoch = epoch
+        self.model = model
+        self.end_reason: str | None = None
+        """Set once the loop has let go of the worker."""
+        self._steps: deque[StepPlan] = deque()  # at most max_in_flight: the core plans no more
+        self._news = asyncio.Event()
+
+    def put(self, step: StepPlan) -> None:
+        """A step to send."""
+        self._steps.append(step)
+        self._news.set()
+
+    def end(self, reason: str) -> None:
+        """Lets go of the worker; the first reason counts."""
+        if self.end_reason is None:
+            self.end_reason = reason
+        self._news.set()
+
+    async def take(self) -> StepPlan | None:
+        """The next step to send, or None once the loop has let go of the worker."""
+        while self.end_reason is None:
+            if self._steps:
+                return self._steps.popleft()
+            self._news.clear()
+            await self._news.wait()
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Post:
+    """One input of the loop: called with the time, gives events."""
+
+    act: Callable[[int], Events | None]
+
+
+class EngineLoop:
+    """See the module.
+
+    Args:
+        core: the state machine; owned from now on.
+    """
+
+    def __init__(self, core: Scheduler) -> None:
+        self._core = core
+        # Bounded by what callers may have open: credits, live requests, open steps.
+        self._inbox: deque[_Post] = deque()
+        self._wake = asyncio.Event()
+        self._links: dict[str, WorkerLink] = {}
+        self._outboxes: dict[int, Outbox] = {}
+        self._live: dict[int, set[int]] = {}
+        self._next_sink = 1
+        self._closed = False
+        self.draining = False
+        self.idle = asyncio.Event()
+        self.idle.set()
+        """Set while no request is live."""
+        self.workers_changed = asyncio.Event()
+        """Set whenever a worker came or went; whoever watches clears it."""
+
+    async def run(self) -> None:
+        """Runs until `close`."""
+        while not self._closed:
+            await self._wait()
+            while self._inbox:
+                post = self._inbox.popleft()
+                self._deliver(post.act(_now()))
+            self._deliver(self._core.expire(_now()))
+            for link in list(self._links.values()):
+                self._execute(link)
+            if self._core.is_idle:
+                self.idle.set()
+            else:
+                self.idle.clear()
+
+    def close(self) -> None:
+        """Ends the loop, the links and the outboxes; what is live gets no terminal event."""
+        self._closed = True
+        for link in list(self._links.values()):
+            link.end("the scheduler stops")
+        for outbox in self._outboxes.values():
+            outbox.close()
+        self._wake.set()
+
+    # Views
+
+    @property
+    def limits(self) -> Limits | None:
+        """What the attached workers can serve."""
+        return self._core.limits
+
+    @property
+    def model(self) -> str:
+        """Name of the model served, "" without workers."""
+        return next((link.model for link in self._links.values()), "")
+
+    @property
+    def hashing(self) -> tuple[int, bytes] | None:
+        """Block size and chain root for the hashes of new prompts, or None without workers."""
+        for link in self._links.values():
+            return link.spec.block_size, link.spec.chain_root
+        return None
+
+    def loads(self) -> Loads:
+        """Gauges and counters."""
+        return self._core.loads()
+
+    # Callers
+
+    @contextlib.asynccontextmanager
+    async def caller(self, outbox: Outbox) -> AsyncIterator["Caller"]:
+        """Registers a caller; on leaving, its live requests are aborted."""
+        sink = self._next_sink
+        self._next_sink += 1
+        self._outboxes[sink] = outbox
+        self._live[sink] = set()
+        try:
+            yield Caller(self, sink)
+        finally:
+            del self._outboxes[sink]
+            for handle in sorted(self._live.pop(sink)):
+                self.abort(handle)
+
+    def add(self, sink: int, request: AddRequest) -> None:
+        """Posts a request; a refusal is its end in the caller's outbox."""
+
+        def act(now: int) -> Events | None:
+            if sink not in self._live:
+                return None  # its caller has left
+            try:
+                events = self._core.add(request, now)
+            except Refused as error:
+                end = codec.refusal_error(error.refusal)
+                self._outboxes[sink].put_end(request.handle & _STREAM_MASK, end)
+                return None
+            self._live[sink].add(request.handle)
+            return events
+
+        self._post(act)
+
+    def abort(self, handle: int) -> None:
+        """Posts the end of a request by its owner."""
+        self._post(lambda _now: self._core.abort(handle))
+
+    def finish(self, handle: int, kept_tokens: int) -> None:
+        """Posts the end of a request whose text met a stop string."""
+        self._post(lambda _now: self._core.finish(handle, kept_tokens))
+
+    # Workers
+
+    async def attach(self, spec: WorkerSpec, model: str) -> WorkerLink:
+        """Takes a worker; one of the same id is let go first.
+
+        Raises:
+            FailedPrecondition: it does not agree with the attached workers.
+            Unavailable: the scheduler is stopping.
+        """
+        taken: asyncio.Future[WorkerLink] = asyncio.get_running_loop().create_future()
+
+        def act(now: int) -> Events | None:
+            old = self._links.get(spec.worker_id)
+            if old is not None:
+                self._lose(old, "a newer instance of the worker took its place", now)
+            if not self._core.compatible(spec) or self.model not in ("", model):
+                taken.set_exception(
+                    FailedPrecondition(
+                        "model, model digest and block size must equal the attached workers'"
+                    )
+                )
+                return None
+            lowered, epoch, events = self._core.attach(spec)
+            link = WorkerLink(lowered, epoch, model)
+            self._links[spec.worker_id] = link
+            log.info(
+                "worker %s attached: epoch %d, %d blocks of %d tokens",
+                spec.worker_id,
+                epoch,
+                spec.num_blocks,
+                spec.block_size,
+            )
+            self._workers_changed()
+            taken.set_result(link)
+            return events
+
+        if self._closed:
+            raise Unavailable("the scheduler is stopping")
+        self._post(act)
+        return await taken
+
+    def result(self, link: WorkerLink, result: StepResult) -> None:
+        """Posts the answer to a step."""
+
+        def act(now: int) -> Events | None:
+            if link.end_reason is not None:
+                return None  # a late answer of an attachment that is over
+            try:
+                return self._core.apply(link.spec.worker_id, result)
+            except LinkFault as fault:
+                self._lose(link, f"protocol fault: {fault}", now)
+                return None
+
+        self._post(act)
+
+    def lost(self, link: WorkerLink, reason: str) -> None:
+        """Posts the end of an attachment."""
+
+        def act(now: int) -> None:
+            if link.end_reason is None:
+                self._lose(link, reason, now)
+
+        self._post(act)
+
+    # The cycle
+
+    async def _wait(self) -> None:
+        wakeup = self._core.next_wakeup()
+        timeout = None if wakeup is None else max(0, wakeup - _now()) / 1e6
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                await self._wake.wait()
+        self._wake.clear()
+
+    def _post(self, act: Callable[[int], Events | None]) -> None:
+        self._inbox.append(_Post(act))
+        self._wake.set()
+
+    def _execute(self, link: WorkerLink) -> None:
+        """Plans steps until enough are open; the link's writer sends them."""
+        while (step := self._core.plan(link.spec.worker_id)) is not None:
+            link.put(step)
+
+    def _deliver(self, events: Events | None) -> None:
+        if events is None:
+            return
+        if events.handles.size:
+            sinks = events.handles >> _STREAM_BITS
+            streams = (events.handles & _STREAM_MASK).astype(np.uint32)
+            if (sinks == sinks[0]).all():
+                self._put_tokens(int(sinks[0]), streams, events.token_ids)
+            else:
+                for sink in np.unique(sinks).tolist():
+                    mine = sinks == sink
+                    self._put_tokens(sink, streams[mine], events.token_ids[mine])
+        for end in events.ended:
+            self._put_end(end)
+
+    def _put_tokens(self, sink: int, streams: StreamIds, token_ids: StreamIds) -> None:
+        outbox = self._outboxes.get(sink)
+        if outbox is not None:
+            outbox.put_tokens(streams, token_ids)
+
+    def _put_end(self, end: Ended) -> None:
+        sink, stream = end.handle >> _STREAM_BITS, end.handle & _STREAM_MASK
+        outbox = self._outboxes.get(sink)
+        if outbox is None:
+            return
+        self._live[sink].discard(end.handle)
+        outbox.put_end(stream, end)
+        if end.reason is EndReason.FAILED:
+            log.error("request %s failed on its worker: %s", end.request_id, end.message)
+
+    def _lose(self, link: WorkerLink, reason: str, now: int) -> None:
+        log.warning("worker %s lost: %s", link.spec.worker_id, reason)
+        self._core.lost(link.spec.worker_id, now)
+        del self._links[link.spec.worker_id]
+        link.end(reason)
+        self._workers_changed()
+
+    def _workers_changed(self) -> None:
+        self.workers_changed.set()
+        for outbox in self._outboxes.values():
+            outbox.put_limits(self._core.limits)
+
+
+class Caller:
+    """One caller's handle on the loop: requests by stream id, answers in its outbox."""
+
+    def __init__(self, loop: EngineLoop, sink: int) -> None:
+        self._loop = loop
+        self._sink = sink
+
+    def handle(self, stream: int) -> int:
+        """The core's name for one of this caller's streams."""
+        return self._sink << _STREAM_BITS | stream
+
+    def add(self, request: AddRequest) -> None:
+        """See EngineLoop.add; the request's handle comes from `handle`."""
+        self._loop.add(self._sink, request)
+
+    def abort(self, stream: int) -> None:
+        """Ends a request."""
+        self._loop.abort(self.handle(stream))
+
+    def finish(self, stream: int, kept_tokens: int) -> None:
+        """Ends a request whose text met a stop string."""
+        self._loop.finish(self.handle(stream), kept_tokens)
+
+
+def _now() -> int:
+    return time.monotonic_ns() // 1000

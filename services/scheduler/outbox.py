@@ -1,0 +1,124 @@
+"""What waits to be written to one caller: new tokens and ends, merged until the caller reads.
+
+Owns the bound: a caller that does not read is given up once `MAX_BYTES` wait for it (its writer
+also gives up when one write takes `WRITE_TIMEOUT_S`). The engine loop only puts, and never waits.
+"""
+
+import asyncio
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from services.chassis.errors import ServiceError
+from services.scheduler.core.plan import Ended, Limits, TokenArray
+
+MAX_BYTES = 4 * 1024 * 1024
+"""Tokens and ends that may wait for one caller, bytes."""
+
+WRITE_TIMEOUT_S = 5.0
+"""Longest time one write to a caller may take, seconds."""
+
+_ROW_BYTES = 12
+_END_BYTES = 64
+
+StreamIds = npt.NDArray[np.uint32]
+
+End = Ended | ServiceError
+"""How a request ended: by the core's terminal event, or refused at the door."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delivery:
+    """Everything new for one caller since the delivery before.
+
+    Args:
+        streams: uint32 [rows], whose token it is.
+        token_ids: uint32 [rows], one token per row.
+        ends: ends with their streams.
+        limits: the limits of the attached workers, where they changed; see `limits_changed`.
+        credits: submits taken.
+        closing: nothing comes after this.
+    """
+
+    streams: StreamIds
+    token_ids: TokenArray
+    ends: tuple[tuple[int, End], ...]
+    limits: Limits | None
+    limits_changed: bool
+    credits: int
+    closing: bool
+
+
+class Outbox:
+    """Single reader, written by the engine loop on the same event loop."""
+
+    def __init__(self) -> None:
+        self._news = asyncio.Event()
+        self._streams: list[StreamIds] = []
+        self._tokens: list[TokenArray] = []
+        self._ends: list[tuple[int, End]] = []
+        self._limits: Limits | None = None
+        self._limits_changed = False
+        self._credits = 0
+        self._bytes = 0
+        self._closing = False
+
+    @property
+    def overflowed(self) -> bool:
+        """The caller has fallen too far behind and must be given up."""
+        return self._bytes > MAX_BYTES
+
+    def put_tokens(self, streams: StreamIds, token_ids: TokenArray) -> None:
+        """One new token for each of these streams."""
+        self._streams.append(streams)
+        self._tokens.append(token_ids)
+        self._bytes += _ROW_BYTES * streams.size
+        self._news.set()
+
+    def put_end(self, stream: int, end: End) -> None:
+        """The end of a stream."""
+        self._ends.append((stream, end))
+        self._bytes += _END_BYTES
+        self._news.set()
+
+    def put_limits(self, limits: Limits | None) -> None:
+        """The limits of the attached workers have changed; None: there are none."""
+        self._limits = limits
+        self._limits_changed = True
+        self._news.set()
+
+    def put_credit(self) -> None:
+        """One submit has been taken."""
+        self._credits += 1
+        self._news.set()
+
+    def close(self) -> None:
+        """Nothing will be put any more."""
+        self._closing = True
+        self._news.set()
+
+    async def take(self) -> Delivery:
+        """Waits for news and takes all of it."""
+        await self._news.wait()
+        delivery = Delivery(
+            streams=_joined(self._streams),
+            token_ids=_joined(self._tokens),
+            ends=tuple(self._ends),
+            limits=self._limits,
+            limits_changed=self._limits_changed,
+            credits=self._credits,
+            closing=self._closing,
+        )
+        self._streams, self._tokens, self._ends = [], [], []
+        self._limits_changed = False
+        self._credits = self._bytes = 0
+        if not self._closing:
+            self._news.clear()
+        return delivery
+
+
+def _joined(parts: list[npt.NDArray[np.uint32]]) -> npt.NDArray[np.uint32]:
+    if len(parts) == 1:
+        return parts[0]
+    return np.concatenate(parts) if parts else np.empty(0, np.uint32)
