@@ -3,10 +3,10 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from importlib import metadata
 from typing import Any
 
 from quire.v1 import info_pb2, info_pb2_grpc, token_pb2, token_pb2_grpc
+from quire.version import VERSION
 from services.chassis.errors import InvalidArgument, Overloaded, ServiceError, Unavailable
 from services.chassis.tasks import run_until_first_ends
 from services.chassis.tracing import traceparent_of
@@ -154,7 +154,7 @@ class InfoServicer(info_pb2_grpc.InfoServiceServicer):
     ) -> info_pb2.GetModelInfoResponse:
         """What is served."""
         refuse_unknown_fields(request)
-        response = info_pb2.GetModelInfoResponse(version=metadata.version("quire-llm"))
+        response = info_pb2.GetModelInfoResponse(version=VERSION)
         if self._loop.limits is not None:
             response.limits.CopyFrom(codec.limits_message(self._loop.limits, self._loop.model))
         return response

@@ -234,7 +234,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = settings(
-    max_examples=40,
+    max_examples=100,
     stateful_step_count=30,
     deadline=None,
     derandomize=True,

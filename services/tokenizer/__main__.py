@@ -1,0 +1,123 @@
+"""The tokenizer service as a process.
+
+Wiring, top to bottom:
+
+    settings ─► model folder ─► Encoding ─► EncodingPool ─┐
+                     │             └──► Validator ────────┼─► TextServicer ─► GrpcServer
+                     └─► sampling defaults ──┘            │         health: session up
+    scheduler ◄══ Session ══► SchedulerLink ──────────────┘
+
+Ready means: the tokenizer is loaded and the session with the scheduler stands. On SIGTERM: not
+ready, new calls refused, running ones finish within --drain-timeout, goodbye to the scheduler, and
+exit 0.
+"""
+
+import asyncio
+import logging
+import os
+import sys
+
+from quire.models import ModelNotFound, locate_model
+from quire.v1 import text_pb2_grpc
+from quire.version import VERSION
+from services.chassis.errors import Unavailable
+from services.chassis.logs import configure_logs
+from services.chassis.process import StartupError, run_process, settle_memory
+from services.chassis.server import GrpcServer
+from services.tokenizer.encoding import load_encoding
+from services.tokenizer.encoding_pool import EncodingPool
+from services.tokenizer.generation_config import load_sampling_defaults
+from services.tokenizer.servicer import TextServicer
+from services.tokenizer.session import SchedulerLink
+from services.tokenizer.session_call import LinkOptions
+from services.tokenizer.settings import TokenizerSettings, read_settings
+from services.tokenizer.validation import Validator
+
+log = logging.getLogger("services.tokenizer")
+
+_SERVICE = "quire.v1.TextService"
+_MOST_THREADS = 8
+_LAST_WORDS_S = 0.5
+"""What a call ended by us may take to send its status."""
+
+
+def main() -> None:
+    """Entry point of `quire-tokenizer`."""
+    sys.exit(run_process(_main))
+
+
+async def _main(stopping: asyncio.Event) -> None:
+    settings = read_settings(sys.argv[1:], os.environ)
+    configure_logs("tokenizer", settings.log_level)
+    await serve(settings, stopping)
+
+
+async def serve(settings: TokenizerSettings, stopping: asyncio.Event) -> None:
+    """Serves until `stopping` is set, then drains.
+
+    Raises:
+        StartupError: the model, one of its files, or an address cannot be used.
+    """
+    try:
+        located = locate_model(settings.model)
+    except ModelNotFound as error:
+        raise StartupError(f"model: {error}") from error
+    # On a thread, so that signals are heard meanwhile.
+    encoding = await asyncio.to_thread(load_encoding, located.path)
+    defaults = load_sampling_defaults(located.path)
+    model = settings.served_model_name or located.name
+    server = GrpcServer([_SERVICE])
+
+    async def on_connected(connected: bool) -> None:
+        await server.set_ready(connected and not stopping.is_set())
+
+    link = SchedulerLink(
+        LinkOptions(target=settings.scheduler, tokenizer_digest=encoding.digest, model=model),
+        on_connected,
+    )
+    pool = EncodingPool(encoding, threads=min(_MOST_THREADS, len(os.sched_getaffinity(0))))
+    servicer = TextServicer(
+        version=VERSION,
+        validator=Validator(model=model, vocab_size=encoding.vocab_size, defaults=defaults),
+        encoding=encoding,
+        pool=pool,
+        link=link,
+    )
+    text_pb2_grpc.add_TextServiceServicer_to_server(servicer, server.grpc)
+    try:
+        bound = await server.start(settings.listen)
+        log.info("serving %s on %s", model, ", ".join(bound))
+        settle_memory()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(link.run())
+            await stopping.wait()
+            await _drain(server, servicer, link, settings.drain_timeout)
+    finally:
+        await server.stop()
+        pool.close()
+
+
+async def _drain(
+    server: GrpcServer, servicer: TextServicer, link: SchedulerLink, timeout_s: float
+) -> None:
+    """Lets running calls finish, ends those that do not, and says goodbye to the scheduler."""
+    servicer.refuse_new()
+    await server.set_ready(False)
+    if not await _idle_within(servicer, timeout_s):
+        log.warning("%d calls still run after %g s", servicer.live_calls, timeout_s)
+        link.fail_all(Unavailable("this tokenizer is going away", reason="DRAINING"))
+        await _idle_within(servicer, _LAST_WORDS_S)
+    link.stop()
+
+
+async def _idle_within(servicer: TextServicer, timeout_s: float) -> bool:
+    try:
+        async with asyncio.timeout(timeout_s):
+            await servicer.wait_idle()
+    except TimeoutError:
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    main()

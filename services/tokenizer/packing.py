@@ -1,0 +1,32 @@
+"""Token ids as the wire carries them: little-endian uint32, back to back."""
+
+import sys
+from array import array
+from collections.abc import Sequence
+
+_SWAPPED = sys.byteorder == "big"
+
+
+def pack_ids(ids: Sequence[int]) -> bytes:
+    """`ids` packed.
+
+    Raises:
+        OverflowError: an id is not a uint32.
+    """
+    column = array("I", ids)
+    if _SWAPPED:
+        column.byteswap()
+    return column.tobytes()
+
+
+def unpack_ids(packed: bytes) -> list[int]:
+    """The ids in `packed`.
+
+    Raises:
+        ValueError: its length is not a multiple of four.
+    """
+    column = array("I")
+    column.frombytes(packed)
+    if _SWAPPED:
+        column.byteswap()
+    return column.tolist()

@@ -1,0 +1,192 @@
+"""The text door: one handler per rpc of TextService.
+
+Owns the order of things before a request is answered, and the count of live calls. What each step
+does is elsewhere: rules in `validation`, encoding in `encoding_pool`, the answer in `answer`.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+from quire.v1 import text_pb2, text_pb2_grpc
+from services.chassis.errors import InvalidArgument, Unavailable
+from services.chassis.tracing import traceparent_of
+from services.chassis.unknown_fields import refuse_unknown_fields
+from services.tokenizer import codec
+from services.tokenizer.answer import Answer, AnswerPlan
+from services.tokenizer.domain import RawTokenIds, TextMessage
+from services.tokenizer.encoding import Encoding
+from services.tokenizer.encoding_pool import EncodingPool
+from services.tokenizer.session import SchedulerLink
+from services.tokenizer.validation import Validator, check_messages, check_not_empty
+
+# Generic in grpc's stubs, a plain class at run time.
+_Context = Any
+
+
+class TextServicer(text_pb2_grpc.TextServiceServicer):
+    """Serves TextService.
+
+    Args:
+        version: of this service.
+        validator: the rules for the model.
+        encoding: the tokenizer.
+        pool: the tokenizer, beside the event loop.
+        link: the scheduler.
+    """
+
+    def __init__(
+        self,
+        *,
+        version: str,
+        validator: Validator,
+        encoding: Encoding,
+        pool: EncodingPool,
+        link: SchedulerLink,
+    ) -> None:
+        self._version = version
+        self._validator = validator
+        self._encoding = encoding
+        self._pool = pool
+        self._link = link
+        self._draining = False
+        self._calls: set[_Context] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def live_calls(self) -> int:
+        """Calls that have not ended."""
+        return len(self._calls)
+
+    def refuse_new(self) -> None:
+        """From now on new calls are UNAVAILABLE; running ones go on."""
+        self._draining = True
+
+    async def wait_idle(self) -> None:
+        """Waits until no call runs."""
+        await self._idle.wait()
+
+    async def Generate(
+        self, request: text_pb2.GenerateRequest, context: _Context
+    ) -> AsyncIterator[text_pb2.GenerateResponse]:
+        """Completes a prompt."""
+        self._enter(request, context)
+        limits = self._link.limits
+        options = self._validator.options(codec.options_from_request(request), limits)
+        raw = codec.prompt_from_request(request)
+        if raw is None:
+            raise InvalidArgument("prompt", "is missing; send text or token_ids")
+        if isinstance(raw, RawTokenIds):
+            prompt = self._validator.token_ids(raw, "token_ids", limits)
+        else:
+            (prompt,) = await self._pool.encode([raw], "text", add_special_tokens=True)
+        self._validator.prompt(prompt, "prompt", options, self._link.limits)
+        plan = AnswerPlan(
+            options=options,
+            prompt=prompt,
+            # The text goes on where the prompt ends, be it inside a word or a character.
+            detokenizer=self._encoding.detokenization.start(prompt),
+            traceparent=traceparent_of(context.invocation_metadata()),
+        )
+        async for message in self._answer(plan, context):
+            yield codec.to_generate_response(message)
+
+    async def Chat(
+        self, request: text_pb2.ChatRequest, context: _Context
+    ) -> AsyncIterator[text_pb2.ChatResponse]:
+        """Renders a conversation and completes it."""
+        self._enter(request, context)
+        options = self._validator.options(codec.options_from_request(request), self._link.limits)
+        messages = codec.messages_from_proto(request.messages)
+        check_messages(messages)
+        chat = await self._pool.render(messages, add_generation_prompt=True)
+        self._validator.prompt(chat.token_ids, "messages", options, self._link.limits)
+        plan = AnswerPlan(
+            options=options,
+            prompt=chat.token_ids,
+            # The assistant's turn is a text of its own.
+            detokenizer=self._encoding.detokenization.start(),
+            traceparent=traceparent_of(context.invocation_metadata()),
+        )
+        async for message in self._answer(plan, context):
+            yield codec.to_chat_response(message)
+
+    async def Tokenize(
+        self, request: text_pb2.TokenizeRequest, context: _Context
+    ) -> text_pb2.TokenizeResponse:
+        """Encodes texts."""
+        self._enter(request, context)
+        check_not_empty(request.texts, "texts")
+        add = codec.flag(request, "add_special_tokens", default=True)
+        results = await self._pool.encode(list(request.texts), "texts", add_special_tokens=add)
+        return codec.to_tokenize_response(results)
+
+    async def Detokenize(
+        self, request: text_pb2.DetokenizeRequest, context: _Context
+    ) -> text_pb2.DetokenizeResponse:
+        """Decodes token ids."""
+        self._enter(request, context)
+        check_not_empty(request.sequences, "sequences")
+        sequences = [
+            self._validator.token_ids(
+                codec.token_ids_from_proto(ids), f"sequences[{index}]", self._link.limits
+            )
+            for index, ids in enumerate(request.sequences)
+        ]
+        skip = codec.flag(request, "skip_special_tokens", default=True)
+        texts = await self._pool.decode(sequences, skip_special_tokens=skip)
+        return text_pb2.DetokenizeResponse(texts=texts)
+
+    async def RenderChat(
+        self, request: text_pb2.RenderChatRequest, context: _Context
+    ) -> text_pb2.RenderChatResponse:
+        """Renders a conversation and encodes it."""
+        self._enter(request, context)
+        messages = codec.messages_from_proto(request.messages)
+        check_messages(messages)
+        prompt = codec.flag(request, "add_generation_prompt", default=True)
+        return codec.to_render_response(
+            await self._pool.render(messages, add_generation_prompt=prompt)
+        )
+
+    async def GetInfo(
+        self, request: text_pb2.GetInfoRequest, context: _Context
+    ) -> text_pb2.GetInfoResponse:
+        """Says what is served."""
+        self._enter(request, context)
+        limits = self._link.limits
+        return text_pb2.GetInfoResponse(
+            model=self._validator.model,
+            version=self._version,
+            vocab_size=self._encoding.vocab_size,
+            max_model_len=None if limits is None else limits.max_model_len,
+            kv_capacity_tokens=None if limits is None else limits.kv_capacity_tokens,
+            eos_token_ids=() if limits is None else sorted(limits.eos_token_ids),
+            tokenizer_digest=self._encoding.digest,
+            has_chat_template=self._encoding.has_chat_template,
+        )
+
+    async def _answer(self, plan: AnswerPlan, context: _Context) -> AsyncIterator[TextMessage]:
+        answer = Answer(plan, self._link, self._encoding.detokenization.special)
+        # gRPC may end a call while it writes, and then never comes back into this generator.
+        context.add_done_callback(lambda _: answer.close())
+        try:
+            async for message in answer.messages():
+                yield message
+        finally:
+            answer.close()
+
+    def _enter(self, request: Any, context: _Context) -> None:
+        """Counts a call until it ends, however it ends."""
+        if self._draining:
+            raise Unavailable("this tokenizer is going away", reason="DRAINING")
+        self._calls.add(context)
+        self._idle.clear()
+        context.add_done_callback(self._leave)
+        refuse_unknown_fields(request)
+
+    def _leave(self, context: _Context) -> None:
+        self._calls.discard(context)
+        if not self._calls:
+            self._idle.set()

@@ -1,0 +1,184 @@
+"""The link to the scheduler: one session for all requests of this process, a new one when it ends.
+
+Owns the live requests and the order in which they are submitted. When a session is lost, every
+live request is submitted again on the next one, with all tokens it has and a higher attempt; its
+user sees a pause. Knows neither text nor what a request means.
+"""
+
+import asyncio
+import logging
+import random
+import uuid
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from quire.v1 import token_pb2_grpc
+from services.chassis.channel import open_channel
+from services.chassis.errors import Overloaded, ServiceError
+from services.tokenizer import codec
+from services.tokenizer.domain import Limits, TokenWork
+from services.tokenizer.session_call import LinkOptions, SessionCall
+from services.tokenizer.token_stream import TokenStream
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkCounts:
+    """Requests the link holds: all, those not submitted, those on the session."""
+
+    live: int
+    unsent: int
+    on_session: int
+
+
+class SchedulerLink:
+    """Keeps a session with the scheduler until told to stop, and carries requests over it.
+
+    Args:
+        options: where and how.
+        on_connected: told True when a session stands and False when it ends.
+    """
+
+    def __init__(
+        self, options: LinkOptions, on_connected: Callable[[bool], Awaitable[None]]
+    ) -> None:
+        self._options = options
+        self._on_connected = on_connected
+        self._instance_id = uuid.uuid4().hex
+        self._random = random.Random()
+        self._stopping = asyncio.Event()
+        self._session: SessionCall | None = None
+        # In order of arrival.
+        self._live: dict[TokenStream, None] = {}
+        self._unsent: OrderedDict[TokenStream, None] = OrderedDict()
+        self._last_reason = ""
+
+    @property
+    def limits(self) -> Limits | None:
+        """What the workers can serve; None while it is not known."""
+        return self._session.limits if self._session is not None else None
+
+    @property
+    def counts(self) -> LinkCounts:
+        """How many requests are held."""
+        on_session = len(self._session.streams) if self._session is not None else 0
+        return LinkCounts(live=len(self._live), unsent=len(self._unsent), on_session=on_session)
+
+    async def run(self) -> None:
+        """Opens a session, and a new one whenever it ends, until `stop`."""
+        delay = self._options.first_delay_s
+        async with open_channel(self._options.target) as channel:
+            stub: Any = token_pb2_grpc.TokenServiceStub(channel)
+            while not self._stopping.is_set():
+                session = SessionCall(stub.Session(), self._options, self._unsent)
+                reason = await self._hold(session)
+                if session.welcomed:
+                    delay = self._options.first_delay_s
+                self._lose(session, reason)
+                await self._pause(delay * self._random.uniform(0.5, 1.0))
+                delay = min(delay * 2, self._options.longest_delay_s)
+
+    def stop(self) -> None:
+        """Asks `run` to say goodbye and return."""
+        self._stopping.set()
+
+    def open(self, work: TokenWork) -> TokenStream:
+        """Takes a request; it is submitted as soon as the scheduler gives credit.
+
+        Raises:
+            Overloaded: too many requests wait for that already.
+        """
+        if len(self._unsent) >= self._options.max_unsent:
+            raise Overloaded(
+                f"{len(self._unsent)} requests wait for the scheduler", reason="TOO_MANY_WAITING"
+            )
+        stream = TokenStream(work, self, finish_timeout_s=self._options.finish_s)
+        if self._session is None:
+            loop = asyncio.get_running_loop()
+            stream.wait_until(loop.time() + self._options.new_request_s)
+        self._live[stream] = None
+        self._unsent[stream] = None
+        self._wake()
+        return stream
+
+    def finish(self, stream: TokenStream, kept_tokens: int) -> bool:
+        """See StreamOwner."""
+        if self._session is None or stream.stream_id is None:
+            self._unsent.pop(stream, None)
+            return False
+        self._session.send(codec.to_finish(stream.stream_id, kept_tokens))
+        return True
+
+    def forget(self, stream: TokenStream) -> None:
+        """See StreamOwner."""
+        self._live.pop(stream, None)
+        self._unsent.pop(stream, None)
+        if self._session is not None and stream.stream_id in self._session.streams:
+            del self._session.streams[stream.stream_id]
+            self._session.send(codec.to_abort(stream.stream_id))
+
+    def fail_all(self, error: ServiceError) -> None:
+        """Ends every live request with `error`."""
+        for stream in self._live:
+            stream.end_with(error)
+
+    async def _hold(self, session: SessionCall) -> str:
+        """Runs one session to its end and says why it ended."""
+        async with asyncio.TaskGroup() as tasks:
+            running = [
+                tasks.create_task(session.read(self._instance_id, self._welcomed)),
+                tasks.create_task(session.write()),
+                tasks.create_task(session.leave_on(self._stopping)),
+            ]
+            try:
+                return await session.ended
+            finally:
+                for task in running:
+                    task.cancel()
+                session.call.cancel()
+
+    async def _welcomed(self, session: SessionCall) -> None:
+        self._session = session
+        for stream in self._live:
+            stream.wait_until(None)
+        self._last_reason = ""
+        target = self._options.target
+        log.info("session with the scheduler at %s, %d credits", target, session.credits)
+        await self._on_connected(True)
+
+    def _lose(self, session: SessionCall, reason: str) -> None:
+        """Takes back what a session carried; all of it is to be submitted anew."""
+        if session is self._session:
+            self._session = None
+        loop = asyncio.get_running_loop()
+        if session.welcomed:
+            for stream in self._unsent:
+                stream.wait_until(loop.time() + self._options.new_request_s)
+            for stream in self._live:
+                if stream.stream_id is not None and not stream.is_over:
+                    stream.lose()
+                    stream.wait_until(loop.time() + self._options.lost_request_s)
+            in_order = [stream for stream in self._live if not stream.is_over]
+            self._unsent.clear()
+            self._unsent.update(dict.fromkeys(in_order))
+        if reason != self._last_reason and not self._stopping.is_set():
+            self._last_reason = reason
+            target, waiting = self._options.target, len(self._unsent)
+            log.warning(
+                "no session with the scheduler at %s: %s; %d requests wait", target, reason, waiting
+            )
+
+    async def _pause(self, seconds: float) -> None:
+        await self._on_connected(False)
+        try:
+            async with asyncio.timeout(seconds):
+                await self._stopping.wait()
+        except TimeoutError:
+            return
+
+    def _wake(self) -> None:
+        if self._session is not None:
+            self._session.wake()

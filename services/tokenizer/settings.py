@@ -1,0 +1,63 @@
+"""What the tokenizer is told by flags and environment, read once. Touches no files."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from services.chassis.settings import parse, setting
+
+_LATER = MappingProxyType(
+    {
+        "--tensor-parallel-size": "one model over several devices",
+        "--pipeline-parallel-size": "one model over several stages",
+        "--scheduling-policy": "other orders of the queue",
+        "--speculative-model": "speculative decoding",
+        "--num-speculative-tokens": "speculative decoding",
+        "--quantization": "computing with quantized weights",
+        "--trust-remote-code": "code from the model's folder",
+        "--enable-metrics": "a metrics endpoint",
+        "--metrics-port": "a metrics endpoint",
+    }
+)
+
+_LEVELS = ("debug", "info", "warning", "error")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizerSettings:
+    """Serves text in and text out in front of a scheduler."""
+
+    model: str = setting(
+        help="model whose tokenizer to load: an alias, a folder, or a hub id already pulled"
+    )
+    listen: tuple[str, ...] = setting(
+        help="addresses to serve on, host:port or unix:///path", default=("127.0.0.1:50051",)
+    )
+    scheduler: str = setting(
+        help="scheduler to send requests to, host:port or unix:///path",
+        default="127.0.0.1:50052",
+    )
+    served_model_name: str | None = setting(
+        help="name clients use for the model; default: its own", default=None
+    )
+    drain_timeout: float = setting(
+        help="seconds that running requests may take once the tokenizer is asked to end",
+        default=30.0,
+        check=lambda value: value >= 0,
+        rule="must be >= 0",
+    )
+    log_level: str = setting(
+        help=f"least severe log line: {', '.join(_LEVELS)}",
+        default="info",
+        check=lambda value: value in _LEVELS,
+        rule=f"must be one of {', '.join(_LEVELS)}",
+    )
+
+
+def read_settings(argv: Sequence[str], env: Mapping[str, str]) -> TokenizerSettings:
+    """The settings in `argv` and `env`.
+
+    Raises:
+        SettingsError: all that is wrong with them, one problem a line.
+    """
+    return parse(TokenizerSettings, prog="quire-tokenizer", argv=argv, env=env, later=_LATER)

@@ -1,0 +1,224 @@
+"""Raw requests to valid ones: every rule once, and every refusal names the field by its proto path.
+
+Owns the rules and the defaults. Knows neither protobuf nor the tokenizer; whoever holds a `Valid…`
+value checks nothing again.
+"""
+
+import math
+import secrets
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from services.chassis.errors import InvalidArgument, NotFound
+from services.tokenizer.domain import (
+    ChatMessage,
+    Limits,
+    RawOptions,
+    RawSampling,
+    RawTokenIds,
+    Sampling,
+    SamplingDefaults,
+    ValidOptions,
+)
+from services.tokenizer.packing import unpack_ids
+
+MAX_REQUEST_ID_BYTES = 128
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARACTERS = 256
+MAX_ROLE_CHARACTERS = 64
+CONTEXT_LENGTH = "CONTEXT_LENGTH"
+"""ErrorInfo reason of a request that is longer than the model's context."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Validator:
+    """The rules for one model.
+
+    Attributes:
+        model: name it is served under.
+        vocab_size: ids the tokenizer knows; the bound while no worker has said another.
+        defaults: what absent sampling fields take.
+    """
+
+    model: str
+    vocab_size: int
+    defaults: SamplingDefaults
+
+    def options(self, raw: RawOptions, limits: Limits | None) -> ValidOptions:
+        """Checks everything but the prompt; mints request id and seed where absent.
+
+        Raises:
+            InvalidArgument: a field is wrong.
+            NotFound: another model is asked for.
+        """
+        if raw.model and raw.model != self.model:
+            raise NotFound(
+                f"model: {raw.model!r} is not served here; {self.model!r} is",
+                reason="MODEL_NOT_FOUND",
+            )
+        resumed = self.token_ids(raw.resumed, "resume.token_ids", limits)
+        if raw.max_tokens is not None:
+            _check_max_tokens(raw.max_tokens, len(resumed))
+        return ValidOptions(
+            request_id=_request_id(raw.request_id),
+            model=raw.model,
+            sampling=self.sampling(raw.sampling),
+            max_tokens=raw.max_tokens,
+            ignore_eos=raw.ignore_eos,
+            stop_strings=_stop_strings(raw.stop_strings),
+            stream=raw.stream,
+            return_token_ids=raw.return_token_ids,
+            attempt=raw.attempt,
+            resumed=resumed,
+        )
+
+    def sampling(self, raw: RawSampling) -> Sampling:
+        """Sampling in force: what was asked for, else the defaults.
+
+        Raises:
+            InvalidArgument: a value is out of range.
+        """
+        temperature = _given(raw.temperature, self.defaults.temperature)
+        if not (math.isfinite(temperature) and temperature >= 0):
+            raise InvalidArgument(
+                "sampling.temperature", f"must be finite and >= 0, got {temperature:g}"
+            )
+        top_p = _given(raw.top_p, self.defaults.top_p)
+        if not 0 < top_p <= 1:
+            raise InvalidArgument("sampling.top_p", f"must be in (0, 1], got {top_p:g}")
+        return Sampling(
+            temperature=temperature,
+            top_p=top_p,
+            top_k=self.defaults.top_k if raw.top_k is None else raw.top_k,
+            seed=secrets.randbits(63) if raw.seed is None else raw.seed,
+        )
+
+    def token_ids(self, raw: RawTokenIds, field: str, limits: Limits | None) -> Sequence[int]:
+        """The ids in `raw`, in whichever form they came.
+
+        Raises:
+            InvalidArgument: both forms are filled, bytes are missing, or an id is out of range.
+        """
+        if raw.packed and raw.ids:
+            raise InvalidArgument(field, "packed and ids are both filled; fill one of them")
+        if len(raw.packed) % 4:
+            raise InvalidArgument(
+                f"{field}.packed", f"must be 4 bytes per id, got {len(raw.packed)} bytes"
+            )
+        ids = unpack_ids(raw.packed) if raw.packed else raw.ids
+        form = "packed" if raw.packed else "ids"
+        size = self.vocab_size if limits is None else limits.vocab_size
+        if ids and max(ids) >= size:
+            index = next(index for index, token_id in enumerate(ids) if token_id >= size)
+            raise InvalidArgument(
+                f"{field}.{form}[{index}]",
+                f"must be below the vocabulary size {size}, got {ids[index]}",
+            )
+        return ids
+
+    def prompt(
+        self, ids: Sequence[int], field: str, options: ValidOptions, limits: Limits | None
+    ) -> None:
+        """Checks an encoded prompt against the context.
+
+        Args:
+            ids: the prompt, as the model is given it.
+            field: where it came from.
+            options: of the same request.
+            limits: None while no worker is attached; the scheduler then checks alone.
+
+        Raises:
+            InvalidArgument: it is empty, or too long alone or together with max_tokens.
+        """
+        if not ids:
+            raise InvalidArgument(field, "must hold at least one token")
+        if limits is None:
+            return
+        if max(ids) >= limits.vocab_size:
+            raise InvalidArgument(
+                field,
+                f"the tokenizer gives it id {max(ids)}, and the model has {limits.vocab_size} ids",
+            )
+        longest, size = limits.max_model_len, len(ids)
+        if size >= longest:
+            raise _too_long(
+                field, size, longest, f"has {size} tokens, and at least one is to be generated"
+            )
+        if size + len(options.resumed) > longest:
+            got = size + len(options.resumed)
+            raise _too_long("resume.token_ids", got, longest, f"is {got} tokens with the prompt")
+        if options.max_tokens is not None and size + options.max_tokens > longest:
+            got = size + options.max_tokens
+            raise _too_long(
+                "stopping.max_tokens",
+                got,
+                longest,
+                f"is {options.max_tokens}, with {size} prompt tokens {got}",
+            )
+
+
+def check_messages(messages: Sequence[ChatMessage]) -> None:
+    """Raises InvalidArgument unless there is a message and each has a usable role."""
+    if not messages:
+        raise InvalidArgument("messages", "must hold at least one message")
+    for index, message in enumerate(messages):
+        if not message.role or len(message.role) > MAX_ROLE_CHARACTERS:
+            raise InvalidArgument(
+                f"messages[{index}].role",
+                f"must have 1 to {MAX_ROLE_CHARACTERS} characters, got {len(message.role)}",
+            )
+
+
+def check_not_empty(items: Sequence[object], field: str) -> None:
+    """Raises InvalidArgument if `items` is empty."""
+    if not items:
+        raise InvalidArgument(field, "must hold at least one entry")
+
+
+def _given(value: float | None, default: float) -> float:
+    return default if value is None else value
+
+
+def _too_long(field: str, got: int, limit: int, description: str) -> InvalidArgument:
+    return InvalidArgument(
+        field,
+        f"{description}; the context is {limit} tokens",
+        reason=CONTEXT_LENGTH,
+        metadata={"limit": str(limit), "got": str(got)},
+    )
+
+
+def _check_max_tokens(max_tokens: int, num_resumed: int) -> None:
+    if max_tokens < 1:
+        raise InvalidArgument("stopping.max_tokens", f"must be >= 1, got {max_tokens}")
+    if num_resumed > max_tokens:
+        raise InvalidArgument(
+            "resume.token_ids",
+            f"must hold at most stopping.max_tokens = {max_tokens} ids, got {num_resumed}",
+        )
+
+
+def _request_id(request_id: str) -> str:
+    if not request_id:
+        return uuid.uuid4().hex
+    size = len(request_id.encode())
+    if size > MAX_REQUEST_ID_BYTES:
+        raise InvalidArgument(
+            "request_id", f"must be at most {MAX_REQUEST_ID_BYTES} bytes, got {size}"
+        )
+    return request_id
+
+
+def _stop_strings(stops: Sequence[str]) -> tuple[str, ...]:
+    if len(stops) > MAX_STOP_STRINGS:
+        raise InvalidArgument(
+            "stop_strings", f"must hold at most {MAX_STOP_STRINGS} strings, got {len(stops)}"
+        )
+    for index, stop in enumerate(stops):
+        if not 1 <= len(stop) <= MAX_STOP_CHARACTERS:
+            raise InvalidArgument(
+                f"stop_strings[{index}]",
+                f"must have 1 to {MAX_STOP_CHARACTERS} characters, got {len(stop)}",
+            )
+    return tuple(stops)

@@ -1,0 +1,141 @@
+"""The worker process (`quire-worker`): its wiring, top to bottom."""
+
+import asyncio
+import functools
+import logging
+import os
+import socket
+import sys
+import uuid
+from typing import TypeVar
+
+from quire.models import LocatedModel, ModelNotFound, locate_model
+from services.chassis.logs import configure_logs
+from services.chassis.process import StartupError, run_process, settle_memory
+from services.chassis.server import GrpcServer
+from services.worker.engine import Engine, StartUp, load_engine
+from services.worker.link import LinkOptions, SchedulerLink
+from services.worker.machine import Machine, claim_name
+from services.worker.model_thread import ModelThread
+from services.worker.plan import Registration
+from services.worker.settings import WorkerSettings, read_settings
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+WORKER_LINK_SERVICE = "quire.v1.WorkerLinkService"
+
+# How often Python hands its lock from one busy thread to another, seconds. With the default of 5 ms
+# the link and the health check wait that long whenever the model thread runs Python between two
+# tensor operations; much shorter costs the model thread more than it gives the link.
+_SWITCH_INTERVAL_S = 0.0005
+# How long the model thread may take to notice that nothing more comes.
+_THREAD_END_S = 1.0
+
+
+async def serve(stopping: asyncio.Event) -> None:
+    """Loads the model, attaches to the scheduler and executes steps until `stopping` is set.
+
+    Raises:
+        SettingsError: flags or environment are wrong.
+        StartupError: the model, the device or the memory cannot be used as told.
+    """
+    machine = Machine()
+    start_up = StartUp(machine.age_s())
+    settings = read_settings(sys.argv[1:], os.environ)
+    configure_logs("worker", settings.log_level)
+    located = _located(settings.model)
+
+    server = GrpcServer([WORKER_LINK_SERVICE])
+    await server.start(settings.listen)
+    thread = ModelThread(asyncio.get_running_loop())
+    try:
+        engine = await _unless(
+            stopping,
+            thread.submit(
+                functools.partial(load_engine, settings, located.path, machine, start_up)
+            ),
+        )
+        if engine is not None:
+            settle_memory()
+            claimed = claim_name(socket.gethostname())
+            link = SchedulerLink(
+                LinkOptions(
+                    target=settings.scheduler,
+                    registration=_registration(settings, located, engine, claimed.name),
+                    drain_timeout_s=settings.drain_timeout,
+                ),
+                make_executor=engine.attach,
+                thread=thread,
+                on_attached=Readiness(server, start_up).attached,
+            )
+            await link.run(stopping)
+    finally:
+        await server.stop()
+    if not await thread.close(_THREAD_END_S):
+        log.warning("the model thread is busy; ending without it")
+        # Not sys.exit: the interpreter must not be taken down under a thread inside the model.
+        os._exit(0)
+
+
+class Readiness:
+    """Healthy while attached; the first time also the end of the start.
+
+    Args:
+        server: whose health it is.
+        start_up: the phases so far.
+    """
+
+    def __init__(self, server: GrpcServer, start_up: StartUp) -> None:
+        self._server = server
+        self._start_up: StartUp | None = start_up
+
+    async def attached(self, now: bool) -> None:
+        """The worker is attached now, or is not any more."""
+        await self._server.set_ready(now)
+        if now and self._start_up is not None:
+            self._start_up.end_of("register")
+            log.info("ready after %s", self._start_up)
+            self._start_up = None
+
+
+def _registration(
+    settings: WorkerSettings, located: LocatedModel, engine: Engine, default_id: str
+) -> Registration:
+    return Registration(
+        worker_id=settings.worker_id or default_id,
+        instance_id=uuid.uuid4().hex,
+        model=settings.served_model_name or located.name,
+        model_digest=engine.loaded.digest,
+        dtype=str(engine.dtype).removeprefix("torch."),
+        device=str(engine.device),
+        limits=engine.limits,
+        eos_token_ids=tuple(engine.loaded.config.eos_token_ids),
+    )
+
+
+def _located(model: str) -> LocatedModel:
+    try:
+        return locate_model(model)
+    except ModelNotFound as error:
+        raise StartupError(str(error)) from error
+
+
+async def _unless(stopping: asyncio.Event, future: asyncio.Future[T]) -> T | None:
+    """The future's result; None if `stopping` is set before it is there."""
+    async with asyncio.TaskGroup() as tasks:
+        stop = tasks.create_task(stopping.wait())
+        await asyncio.wait([stop, future], return_when=asyncio.FIRST_COMPLETED)
+        stop.cancel()
+    return future.result() if future.done() else None
+
+
+def main() -> None:
+    """Entry point of `quire-worker`."""
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    sys.exit(run_process(serve))
+
+
+if __name__ == "__main__":
+    main()

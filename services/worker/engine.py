@@ -1,0 +1,185 @@
+"""What the worker makes once at start and keeps over all attachments: model, KV cache, limits.
+
+Owns the order of the start: device, model, largest step (measurement and warm-up), cache. Runs on
+the model thread.
+"""
+
+import logging
+import os
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from kernels.dispatch import select_kernels
+from kernels.interface import KernelSet, KVCache, KVCacheSpec
+from services.chassis.process import StartupError
+from services.worker.kv_cache import (
+    MemoryRequest,
+    choose_num_blocks,
+    largest_step,
+    measure,
+    pool_bytes,
+)
+from services.worker.machine import Machine
+from services.worker.models.config import ModelError
+from services.worker.models.registry import LoadedModel, load_model
+from services.worker.plan import Attachment, StepLimits
+from services.worker.rows import RequestRows
+from services.worker.runner import Runner
+from services.worker.settings import WorkerSettings
+
+log = logging.getLogger(__name__)
+
+# One step is executed while the next one waits on the worker.
+_MAX_IN_FLIGHT = 2
+_MAX_BATCHED_TOKENS = {"cpu": 256, "cuda": 2048}
+
+
+class StartUp:
+    """How long each phase of the start took, for one line of the log.
+
+    Args:
+        age_s: how old the process is; what came before are its imports.
+    """
+
+    def __init__(self, age_s: float) -> None:
+        self._last = time.monotonic()
+        self._phases = [("import", age_s)]
+
+    def end_of(self, phase: str) -> None:
+        """`phase` ends now; the next one begins."""
+        now = time.monotonic()
+        self._phases.append((phase, now - self._last))
+        self._last = now
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in self._phases)
+        return f"{sum(seconds for _, seconds in self._phases):.2f} s ({parts})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engine:
+    """The loaded model, its cache, and what bounds its steps."""
+
+    loaded: LoadedModel
+    cache: KVCache
+    limits: StepLimits
+    dtype: torch.dtype
+    device: torch.device
+
+    def attach(self, attachment: Attachment) -> Runner:
+        """The runner of a new attachment, with empty rows."""
+        rows = RequestRows(attachment, self.limits)
+        return Runner(self.loaded.model, self.cache, rows, self.device)
+
+
+def load_engine(
+    settings: WorkerSettings, path: Path, machine: Machine, start_up: StartUp
+) -> Engine:
+    """Loads the model in folder `path` and sizes its cache.
+
+    Raises:
+        StartupError: model, device or memory cannot be used as the settings say.
+    """
+    device = _device(settings.device)
+    dtype = _dtype(settings.dtype, device)
+    if device.type == "cpu":
+        allowed = len(os.sched_getaffinity(0))
+        torch.set_num_threads(settings.num_threads or machine.processors(allowed))
+    kernels = select_kernels(device)
+    try:
+        loaded = load_model(
+            path, dtype=dtype, device=device, kernels=kernels, max_model_len=settings.max_model_len
+        )
+    except ModelError as error:
+        raise StartupError(str(error)) from error
+    start_up.end_of("load")
+
+    limits = StepLimits(
+        block_size=settings.block_size,
+        num_blocks=0,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=(
+            settings.max_num_batched_tokens or _MAX_BATCHED_TOKENS[device.type]
+        ),
+        max_model_len=loaded.config.max_model_len,
+        vocab_size=loaded.config.vocab_size,
+        max_in_flight=_MAX_IN_FLIGHT,
+    )
+    spec = KVCacheSpec(
+        num_layers=loaded.config.num_layers,
+        num_kv_heads=loaded.config.num_kv_heads,
+        head_dim=loaded.config.head_dim,
+        block_size=settings.block_size,
+        dtype=dtype,
+    )
+    memory = measure(
+        lambda: _run_largest_step(loaded, kernels, spec, limits, device), device, machine
+    )
+    request = MemoryRequest(
+        kv_cache_bytes=settings.kv_cache_bytes, share=settings.gpu_memory_utilization
+    )
+    num_blocks = choose_num_blocks(pool_bytes(request, memory, device), spec, limits.max_model_len)
+    cache = _allocate(kernels, spec, num_blocks, device)
+    start_up.end_of("profile")
+    log.info(
+        "KV cache: %d blocks of %d tokens, %d MiB; largest step: %d MiB",
+        num_blocks,
+        spec.block_size,
+        num_blocks * spec.bytes_per_block // 2**20,
+        memory.peak_bytes // 2**20,
+    )
+    return Engine(
+        loaded=loaded,
+        cache=cache,
+        limits=replace(limits, num_blocks=num_blocks),
+        dtype=dtype,
+        device=device,
+    )
+
+
+def _run_largest_step(
+    loaded: LoadedModel,
+    kernels: KernelSet,
+    spec: KVCacheSpec,
+    limits: StepLimits,
+    device: torch.device,
+) -> None:
+    """Runs a largest and a smallest step: what is made at first use is made before a request."""
+    profile = largest_step(limits)
+    cache = _allocate(kernels, spec, profile.num_blocks, device)
+    rows = RequestRows(profile.attachment, replace(limits, num_blocks=profile.num_blocks))
+    runner = Runner(loaded.model, cache, rows, device)
+    for plan in profile.steps:
+        failures = runner.execute(plan).failures
+        if failures:
+            log.warning("%s computing in %s", failures[0].message, spec.dtype)
+
+
+def _allocate(
+    kernels: KernelSet, spec: KVCacheSpec, num_blocks: int, device: torch.device
+) -> KVCache:
+    try:
+        return kernels.allocate_kv_cache(spec, num_blocks, device)
+    except (RuntimeError, MemoryError) as error:
+        size_mib = num_blocks * spec.bytes_per_block // 2**20
+        raise StartupError(
+            f"kv cache: cannot allocate {size_mib} MiB on {device}; set a smaller --kv-cache-memory"
+        ) from error
+
+
+def _device(name: str) -> torch.device:
+    available = torch.cuda.is_available()
+    if name == "auto":
+        return torch.device("cuda" if available else "cpu")
+    if name == "cuda" and not available:
+        raise StartupError("--device cuda: this process sees no GPU, or its torch has no CUDA")
+    return torch.device(name)
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]

@@ -1,0 +1,84 @@
+"""The one thread that loads the model and executes steps, in the order they were submitted.
+
+Owns the hand-over between an event loop and that thread. Knows nothing of models or steps.
+"""
+
+import asyncio
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_Job = tuple[Callable[[], Any], "asyncio.Future[Any]"]
+
+
+class ModelThread:
+    """Runs calls one after another beside an event loop.
+
+    The thread is a daemon: a call that never returns must not keep the process from ending. What
+    bounds the number of waiting calls is the caller (the step link: `max_in_flight`).
+
+    Args:
+        loop: the loop that submits and gets the results.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._ended: asyncio.Future[None] = loop.create_future()
+        self._thread = threading.Thread(target=self._work, name="model", daemon=True)
+        self._thread.start()
+
+    def submit(self, call: Callable[[], T]) -> "asyncio.Future[T]":
+        """Queues `call`; its result or exception becomes the future's.
+
+        A future that is cancelled before its turn is skipped; one cancelled later runs to its end
+        and what it gives is dropped.
+        """
+        future: asyncio.Future[T] = self._loop.create_future()
+        self._jobs.put((call, future))
+        return future
+
+    async def close(self, timeout_s: float) -> bool:
+        """Ends the thread after what is queued.
+
+        Returns:
+            False if it was still busy after `timeout_s` seconds.
+        """
+        self._jobs.put(None)
+        await asyncio.wait([self._ended], timeout=timeout_s)
+        return self._ended.done()
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            call, future = job
+            if future.cancelled():
+                continue
+            try:
+                result = call()
+            except Exception as error:  # noqa: BLE001 - it goes to whoever awaits the call
+                self._tell(_set_exception, future, error)
+            else:
+                self._tell(_set_result, future, result)
+        self._tell(_set_result, self._ended, None)
+
+    def _tell(self, settle: Callable[..., None], future: "asyncio.Future[Any]", value: Any) -> None:
+        try:
+            self._loop.call_soon_threadsafe(settle, future, value)
+        except RuntimeError:
+            log.debug("the loop is closed; a late result is dropped")
+
+
+def _set_result(future: "asyncio.Future[Any]", result: Any) -> None:
+    if not future.done():
+        future.set_result(result)
+
+
+def _set_exception(future: "asyncio.Future[Any]", error: Exception) -> None:
+    if not future.done():
+        future.set_exception(error)
