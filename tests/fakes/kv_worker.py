@@ -1,9 +1,9 @@
 """A worker without a model that notices every wrong block table.
 
-Its KV cache remembers, for each place in each block, which history of tokens was written there. Before
-a token is "computed", the whole history of its row must stand in the row's blocks; the next token is a
-pure function of that history. So a schedule is right exactly if every request's output equals
-`expected_output`, whatever was batched, cached, preempted or requeued.
+Its KV cache remembers, for each place in each block, which history of tokens was written there.
+Before a token is "computed", the whole history of its row must stand in the row's blocks; the next
+token is a pure function of that history. So a schedule is right exactly if every request's output
+equals `expected_output`, whatever was batched, cached, preempted or requeued.
 """
 
 import hashlib

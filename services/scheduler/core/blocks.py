@@ -23,13 +23,13 @@ class BlockPool:
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self._references: IntArray = np.zeros(num_blocks, np.int32)
+        self._references: IntArray = np.zeros(num_blocks, np.int64)
         self._hashed: npt.NDArray[np.bool_] = np.zeros(num_blocks, np.bool_)
         self._hash_of: list[bytes | None] = [None] * num_blocks
         self._index: dict[bytes, int] = {}
         self._evictable = LruQueue(num_blocks)
         # A stack: the block given back last is taken first. Block 0 is on top of the new pool.
-        self._blank: IntArray = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
+        self._blank: IntArray = np.arange(num_blocks - 1, -1, -1, dtype=np.int64)
         self._num_blank = num_blocks
 
     @property
@@ -55,7 +55,7 @@ class BlockPool:
             if block is None:
                 break
             found.append(block)
-        return np.array(found, np.int32)
+        return np.array(found, np.int64)
 
     def unreferenced(self, blocks: IntArray) -> int:
         """How many of these blocks `hold` would take out of `available`."""
@@ -96,12 +96,13 @@ class BlockPool:
         self._blank[self._num_blank : self._num_blank + blank.size] = blank
         self._num_blank += blank.size
 
-    def register(self, block: int, digest: bytes) -> None:
-        """Makes a held, full block findable. Of two blocks with one content the first is kept."""
-        if digest not in self._index:
-            self._index[digest] = block
-            self._hash_of[block] = digest
-            self._hashed[block] = True
+    def register(self, blocks: Sequence[int], hashes: Sequence[bytes]) -> None:
+        """Makes held, full blocks findable. Of two blocks with one content the first is kept."""
+        for block, digest in zip(blocks, hashes, strict=True):
+            if digest not in self._index:
+                self._index[digest] = block
+                self._hash_of[block] = digest
+                self._hashed[block] = True
 
     def check_invariants(self, held: IntArray) -> None:
         """Asserts that references equal the block tables' and that each block has one state.

@@ -18,7 +18,7 @@ class LruQueue:
     """
 
     def __init__(self, num_blocks: int) -> None:
-        self._ring: IntArray = np.empty(max(2 * num_blocks, 64), np.int32)
+        self._ring: IntArray = np.empty(max(2 * num_blocks, 64), np.int64)
         self._place: npt.NDArray[np.int64] = np.full(num_blocks, -1, np.int64)
         self._head = 0
         self._tail = 0
@@ -49,7 +49,7 @@ class LruQueue:
             missing -= valid.size
             self._head = end if missing else int(entries[valid[-1]]) + 1
             taken.append(blocks[valid])
-        popped = np.concatenate(taken) if taken else np.empty(0, np.int32)
+        popped = np.concatenate(taken) if taken else np.empty(0, np.int64)
         self._place[popped] = -1
         self._size -= count
         return popped

@@ -1,7 +1,7 @@
 """The values that cross the core's border: what goes in, what a step is, what comes out.
 
 Frozen and complete. Arrays are read-only by agreement; token ids are uint32, slots and blocks
-int32.
+int64, which numpy indexes by fastest.
 """
 
 import enum
@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 TokenArray = npt.NDArray[np.uint32]
-IntArray = npt.NDArray[np.int32]
+IntArray = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 
 
@@ -50,9 +50,9 @@ class AddRequest:
         request_id: unique among live requests.
         handle: the caller's name for it in events; unique among live requests.
         attempt: a higher one replaces the live request of the same id.
-        prompt: uint32 [n], n >= 1.
+        prompt: uint64 [n], n >= 1.
         prompt_hashes: chain hashes of the prompt's full blocks; may be shorter, or empty.
-        resumed: uint32 [m], output delivered by an earlier attempt.
+        resumed: uint64 [m], output delivered by an earlier attempt.
         max_tokens: most output tokens, resumed ones included; None: what context and pool hold.
         ignore_eos: end-of-sequence tokens do not end it.
         traceparent: W3C trace context or "".
@@ -133,7 +133,7 @@ class StepResult:
 
     Args:
         counts: uint8 [rows], tokens sampled per row.
-        token_ids: uint32 [sum of counts].
+        token_ids: uint64 [sum of counts].
     """
 
     epoch: int
@@ -205,7 +205,7 @@ class Events:
 
     Args:
         handles: int64 [tokens], whose token it is; in order of generation per handle.
-        token_ids: uint32 [tokens].
+        token_ids: uint64 [tokens].
         ended: terminal events; each comes after its request's last token.
     """
 

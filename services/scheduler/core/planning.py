@@ -18,7 +18,7 @@ from services.scheduler.core.worker_state import OpenStep, WorkerState
 _MAX_PASSED_OVER = 256
 """Waiting requests looked at and left in one step; bounds the time of `plan`."""
 
-_NO_INTS: IntArray = np.empty(0, np.int32)
+_NO_INTS: IntArray = np.empty(0, np.int64)
 
 
 class _Verdict(enum.Enum):
@@ -72,9 +72,9 @@ class Draft:
         length = rows.length[order]
         want = length - rows.computed[order]
         # The last token a request may have is being sampled: nothing is left to compute.
-        want[length >= rows.limit[order]] = 0
+        want *= length < rows.limit[order]
         steady = order[want == 1]
-        slots, tokens = steady, np.ones(steady.size, np.int32)
+        slots, tokens = steady, self._worker.ones[: steady.size]
         self._budget -= steady.size
         if steady.size < np.count_nonzero(want):
             chunked, chunks = self._chunks(order[want > 1], want[want > 1])
@@ -82,12 +82,18 @@ class Draft:
             tokens = np.concatenate([tokens, chunks])
         if not slots.size:
             return
-        blocks = -(-(rows.computed[slots] + tokens) // self._worker.spec.block_size)
-        needed = blocks - rows.num_blocks[slots]
+        held = rows.num_blocks[slots]
+        missing = rows.computed[slots] + tokens - held * self._worker.spec.block_size
+        owners = (missing > 0).nonzero()[0]
+        if not owners.size:
+            self._record(slots, tokens, self._worker.zeros[: slots.size], _NO_INTS)
+            return
+        needed = np.zeros(slots.size, np.int64)
+        needed[owners] = -(-missing[owners] // self._worker.spec.block_size)
         if int(needed.sum()) > self._worker.pool.available:
             self._append_preempting(slots.tolist(), tokens.tolist())
         else:
-            self._append(slots, tokens, needed)
+            self._append(slots, tokens, needed, owners)
 
     def _chunks(self, slots: IntArray, want: IntArray) -> tuple[IntArray, IntArray]:
         taken: list[int] = []
@@ -97,12 +103,13 @@ class Draft:
                 break
             self._budget -= chunk
             taken.append(chunk)
-        return slots[: len(taken)], np.array(taken, np.int32)
+        return slots[: len(taken)], np.array(taken, np.int64)
 
-    def _append(self, slots: IntArray, tokens: IntArray, needed: IntArray) -> None:
+    def _append(
+        self, slots: IntArray, tokens: IntArray, needed: IntArray, owners: IntArray
+    ) -> None:
         rows = self._worker.rows
         blocks = self._worker.pool.allocate(int(needed.sum()))
-        owners = np.flatnonzero(needed)
         if blocks.size == owners.size:
             takers = slots[owners]
             rows.blocks[takers, rows.num_blocks[takers]] = blocks
@@ -138,9 +145,9 @@ class Draft:
             taken[slot] = (chunk, blocks)
         if taken:
             self._record(
-                np.array(list(taken), np.int32),
-                np.array([chunk for chunk, _ in taken.values()], np.int32),
-                np.array([blocks.size for _, blocks in taken.values()], np.int32),
+                np.array(list(taken), np.int64),
+                np.array([chunk for chunk, _ in taken.values()], np.int64),
+                np.array([blocks.size for _, blocks in taken.values()], np.int64),
                 np.concatenate([blocks for _, blocks in taken.values()]),
             )
 
@@ -245,9 +252,9 @@ class Draft:
             )
         )
         self._record(
-            np.array([slot], np.int32),
-            np.array([chunk], np.int32),
-            np.array([hits.size + blocks.size], np.int32),
+            np.array([slot], np.int64),
+            np.array([chunk], np.int64),
+            np.array([hits.size + blocks.size], np.int64),
             np.concatenate([hits, blocks]),
         )
 
@@ -261,7 +268,7 @@ class Draft:
         self._num_blocks.append(num_blocks)
         self._block_ids.append(block_ids)
         if self._worker.caches_prefixes:
-            for row in np.flatnonzero(tokens > 1).tolist():
+            for row in (tokens > 1).nonzero()[0].tolist():
                 self._mark_pending(int(slots[row]), int(tokens[row]))
 
     def _mark_pending(self, slot: int, tokens: int) -> None:
@@ -283,7 +290,7 @@ class Draft:
         samples = computed == rows.length[slots]
         rows.computed[slots] = computed
         rows.length[slots] += samples
-        released = np.array(worker.released, np.int32)
+        released = np.array(worker.released, np.int64)
         worker.released.clear()
         self._count(slots, before, computed, samples)
         step = OpenStep(

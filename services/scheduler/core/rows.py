@@ -23,20 +23,20 @@ class Rows:
         width = -(-spec.max_model_len // spec.block_size)
         # Zeros come from untouched pages: memory is used only as far as rows are written.
         self.tokens: TokenArray = np.zeros((slots, spec.max_model_len), np.uint32)
-        self.blocks: IntArray = np.zeros((slots, width), np.int32)
-        self.num_blocks: IntArray = np.zeros(slots, np.int32)
-        self.registered: IntArray = np.zeros(slots, np.int32)
-        self.computed: IntArray = np.zeros(slots, np.int32)
-        self.known: IntArray = np.zeros(slots, np.int32)
-        self.length: IntArray = np.zeros(slots, np.int32)
-        self.limit: IntArray = np.zeros(slots, np.int32)
-        self.prompt_len: IntArray = np.zeros(slots, np.int32)
+        self.blocks: IntArray = np.zeros((slots, width), np.int64)
+        self.num_blocks: IntArray = np.zeros(slots, np.int64)
+        self.registered: IntArray = np.zeros(slots, np.int64)
+        self.computed: IntArray = np.zeros(slots, np.int64)
+        self.known: IntArray = np.zeros(slots, np.int64)
+        self.length: IntArray = np.zeros(slots, np.int64)
+        self.limit: IntArray = np.zeros(slots, np.int64)
+        self.prompt_len: IntArray = np.zeros(slots, np.int64)
         self.ignore_eos: npt.NDArray[np.bool_] = np.zeros(slots, np.bool_)
         self.handle: npt.NDArray[np.int64] = np.zeros(slots, np.int64)
         self.arrival: npt.NDArray[np.int64] = np.zeros(slots, np.int64)
         self.generation: npt.NDArray[np.int64] = np.zeros(slots, np.int64)
         self.requests: list[Request | None] = [None] * slots
-        self.order: IntArray = np.empty(0, np.int32)
+        self.order: IntArray = np.empty(0, np.int64)
         """Slots in use, by arrival."""
         self._free: deque[int] = deque(range(slots))
 
@@ -50,7 +50,7 @@ class Rows:
 
         Args:
             request: who; its limit is set.
-            tokens: uint32 [n], prompt and output so far.
+            tokens: uint64 [n], prompt and output so far.
             hits: blocks that hold its first `computed` tokens already.
             computed: tokens that need not be computed here.
 
@@ -72,7 +72,7 @@ class Rows:
         self.arrival[slot] = request.arrival
         self.requests[slot] = request
         place = int(np.searchsorted(self.arrival[self.order], request.arrival))
-        self.order = np.insert(self.order, place, slot).astype(np.int32)
+        self.order = np.insert(self.order, place, slot).astype(np.int64)
         return slot
 
     def append_blocks(self, slot: int, blocks: IntArray) -> None:

@@ -202,19 +202,21 @@ class Scheduler:
         _drop_pending(worker, step)
         failed = {failure.slot: failure.message for failure in result.failures}
         live = worker.rows.generation[step.slots] == step.generations
-        good = ~np.isin(step.slots, list(failed)) if failed else np.ones(step.slots.size, np.bool_)
-        self._register_filled(worker, step, live & good)
+        if not failed and live.all():
+            self._register_filled(worker, step.slots, step.computed)
+            return self._append(worker, step.slots[step.samples], result.token_ids)
+        good = ~np.isin(step.slots, list(failed))
+        confirmed = live & good
+        self._register_filled(worker, step.slots[confirmed], step.computed[confirmed])
         sampled = step.samples & good
         tokens = result.token_ids
         events = self._append(worker, step.slots[sampled & live], tokens[live[sampled]])
         ended = [*events.ended]
-        for row in np.flatnonzero(live & ~good).tolist():
+        for row in (live & ~good).nonzero()[0].tolist():
             request = worker.rows.requests[step.slots[row]]
             assert request is not None
             message = failed[int(step.slots[row])]
             ended.append(replace(self._end(request, EndReason.FAILED), message=message))
-        if live.all():
-            return replace(events, ended=tuple(ended))
         late = self._append_orphans(worker, step, live, result)
         return Events(
             handles=np.concatenate([events.handles, late.handles]),
@@ -351,7 +353,7 @@ class Scheduler:
             if not np.isin(slots, step.slots).all():
                 raise LinkFault("a failure of a slot that is not in the step")
             expected = expected & ~np.isin(step.slots, slots)
-        if not np.array_equal(result.counts, expected):
+        if result.counts.size != expected.size or (result.counts != expected).any():
             raise LinkFault("token counts differ from the rows that sample")
         tokens = result.token_ids
         if tokens.size != np.count_nonzero(expected):
@@ -361,14 +363,14 @@ class Scheduler:
         return step
 
     @staticmethod
-    def _register_filled(worker: WorkerState, step: OpenStep, rows: Mask) -> None:
-        """Makes blocks findable whose content this result has confirmed."""
+    def _register_filled(worker: WorkerState, slots: IntArray, computed: IntArray) -> None:
+        """Makes blocks findable whose content a result has confirmed."""
         if not worker.caches_prefixes:
             return
-        slots, computed = step.slots, step.computed
-        full = computed // worker.spec.block_size > worker.rows.registered[slots]
-        for row in np.flatnonzero(full & rows).tolist():
-            worker.register_filled(int(slots[row]), int(computed[row]))
+        beyond = computed - worker.rows.registered[slots] * worker.spec.block_size
+        full = (beyond >= worker.spec.block_size).nonzero()[0]
+        for slot, tokens in zip(slots[full].tolist(), computed[full].tolist(), strict=True):
+            worker.register_filled(slot, tokens)
 
     def _append(self, worker: WorkerState, slots: IntArray, tokens: TokenArray) -> Events:
         """Appends one token to each of these running rows; ends those that are complete."""
@@ -381,7 +383,7 @@ class Scheduler:
         self._counters.generation_tokens += slots.size
         stopped = worker.is_eos[tokens] & ~rows.ignore_eos[slots]
         ended: list[Ended] = []
-        for row in np.flatnonzero(stopped | (known >= rows.limit[slots])).tolist():
+        for row in (stopped | (known >= rows.limit[slots])).nonzero()[0].tolist():
             request = rows.requests[slots[row]]
             assert request is not None
             if stopped[row]:
@@ -404,7 +406,7 @@ class Scheduler:
         kept: list[int] = []
         ended: list[Ended] = []
         places = np.cumsum(sampled) - 1
-        for row in np.flatnonzero(~live).tolist():
+        for row in (~live).nonzero()[0].tolist():
             key = (int(step.slots[row]), int(step.generations[row]))
             request = worker.orphans.get(key)
             if request is None or request.status is Status.ENDED:

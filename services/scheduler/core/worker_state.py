@@ -25,10 +25,10 @@ class OpenStep:
     """A step that was sent and not answered.
 
     Args:
-        slots: int32 [rows].
+        slots: int64 [rows].
         generations: int64 [rows], who held the slot when the step was planned.
         samples: bool [rows], rows that give a token.
-        computed: int32 [rows], tokens computed once the step is done.
+        computed: int64 [rows], tokens computed once the step is done.
         released: slots this step told the worker to release.
         pending: hashes of prompt blocks this step fills.
     """
@@ -60,6 +60,8 @@ class WorkerState:
         """Preempted requests with tokens in flight, by (slot, generation)."""
         self.is_eos: npt.NDArray[np.bool_] = np.zeros(spec.vocab_size, np.bool_)
         self.is_eos[list(spec.eos_token_ids)] = True
+        self.ones: IntArray = np.ones(spec.max_num_seqs, np.int64)
+        self.zeros: IntArray = np.zeros(spec.max_num_seqs, np.int64)
         self._chain_hash = chain_hash
 
     @property
@@ -74,17 +76,19 @@ class WorkerState:
         hashes = request.hashes
         for block in range(len(hashes), slot_tokens.size // size):
             parent = hashes[block - 1] if block else self.spec.chain_root
-            tokens = slot_tokens[block * size : (block + 1) * size].astype("<u4").tobytes()
-            hashes.append(self._chain_hash(parent, tokens))
+            tokens = slot_tokens[block * size : (block + 1) * size]
+            hashes.append(self._chain_hash(parent, tokens.astype("<u4", copy=False).tobytes()))
 
     def register_filled(self, slot: int, computed: int) -> None:
         """Makes the row's blocks below `computed` tokens findable."""
         request = self.rows.requests[slot]
         assert request is not None
         full = computed // self.spec.block_size
-        self.extend_hashes(request, self.rows.tokens[slot, : full * self.spec.block_size])
-        for block in range(self.rows.registered[slot], full):
-            self.pool.register(int(self.rows.blocks[slot, block]), request.hashes[block])
+        if len(request.hashes) < full:
+            self.extend_hashes(request, self.rows.tokens[slot, : full * self.spec.block_size])
+        first = self.rows.registered.item(slot)
+        blocks = self.rows.blocks[slot, first:full].tolist()
+        self.pool.register(blocks, request.hashes[first:full])
         self.rows.registered[slot] = full
 
     def unseat(self, slots: list[int]) -> None:
@@ -128,7 +132,7 @@ class WorkerState:
         rows, spec = self.rows, self.spec
         order = rows.order
         tables = [rows.block_table(slot) for slot in order.tolist()]
-        self.pool.check_invariants(np.concatenate([np.empty(0, np.int32), *tables]))
+        self.pool.check_invariants(np.concatenate([np.empty(0, np.int64), *tables]))
         in_limbo = [s for step in self.open for s in step.released.tolist()]
         every = sorted([*order.tolist(), *rows.unused_slots(), *self.released, *in_limbo])
         assert every == list(range(spec.num_slots)), "a slot is lost or in two states"

@@ -10,7 +10,7 @@ from services.scheduler.core.eviction import LruQueue
 
 
 def ids(*blocks: int) -> np.ndarray:
-    return np.array(blocks, np.int32)
+    return np.array(blocks, np.int64)
 
 
 def test_a_new_pool_gives_low_blocks_first() -> None:
@@ -22,7 +22,7 @@ def test_a_new_pool_gives_low_blocks_first() -> None:
 def test_blank_blocks_are_used_before_cached_ones() -> None:
     pool = BlockPool(4)
     cached, other = pool.allocate(1), pool.allocate(1)
-    pool.register(int(cached[0]), b"h")
+    pool.register([int(cached[0])], [b"h"])
     pool.release(cached)
     pool.release(other)
     assert (pool.num_free, pool.num_evictable) == (3, 1)
@@ -35,8 +35,7 @@ def test_blank_blocks_are_used_before_cached_ones() -> None:
 def test_the_tail_of_a_chain_is_evicted_before_its_head() -> None:
     pool = BlockPool(3)
     chain = pool.allocate(3)
-    for block, digest in zip(chain.tolist(), [b"a", b"b", b"c"], strict=True):
-        pool.register(block, digest)
+    pool.register(chain.tolist(), [b"a", b"b", b"c"])
     pool.release(chain)
     pool.allocate(1)
     assert pool.match([b"a", b"b", b"c"]).tolist() == chain[:2].tolist()
@@ -45,7 +44,7 @@ def test_the_tail_of_a_chain_is_evicted_before_its_head() -> None:
 def test_a_shared_block_is_freed_by_its_last_holder() -> None:
     pool = BlockPool(2)
     block = pool.allocate(1)
-    pool.register(int(block[0]), b"a")
+    pool.register([int(block[0])], [b"a"])
     pool.hold(block)
     pool.release(block)
     assert pool.num_evictable == 0
@@ -59,8 +58,8 @@ def test_a_shared_block_is_freed_by_its_last_holder() -> None:
 def test_of_two_blocks_with_one_content_the_first_is_found() -> None:
     pool = BlockPool(2)
     blocks = pool.allocate(2)
-    pool.register(int(blocks[0]), b"a")
-    pool.register(int(blocks[1]), b"a")
+    pool.register([int(blocks[0])], [b"a"])
+    pool.register([int(blocks[1])], [b"a"])
     assert pool.match([b"a"]).tolist() == [blocks[0]]
     pool.release(blocks)
     assert (pool.num_free, pool.num_evictable) == (1, 1)
@@ -70,8 +69,8 @@ def test_of_two_blocks_with_one_content_the_first_is_found() -> None:
 def test_match_stops_at_the_first_miss() -> None:
     pool = BlockPool(3)
     blocks = pool.allocate(2)
-    pool.register(int(blocks[0]), b"a")
-    pool.register(int(blocks[1]), b"c")
+    pool.register([int(blocks[0])], [b"a"])
+    pool.register([int(blocks[1])], [b"c"])
     assert pool.match([b"a", b"b", b"c"]).tolist() == [blocks[0]]
 
 
@@ -86,7 +85,7 @@ def test_lru_queue_is_a_queue_with_holes(seed: int) -> None:
             rng.shuffle(outside)
             count = rng.randint(0, len(outside))
             pushed, outside = outside[:count], outside[count:]
-            queue.push(np.array(pushed, np.int32))
+            queue.push(np.array(pushed, np.int64))
             model += pushed
         elif act < 0.7 and model:
             count = rng.randint(0, len(model))
@@ -96,7 +95,7 @@ def test_lru_queue_is_a_queue_with_holes(seed: int) -> None:
             outside += popped
         elif model:
             gone = rng.sample(model, rng.randint(1, len(model)))
-            queue.discard(np.array(gone, np.int32))
+            queue.discard(np.array(gone, np.int64))
             model = [block for block in model if block not in gone]
             outside += gone
         assert len(queue) == len(model)
