@@ -274,8 +274,7 @@ class Draft:
     def _mark_pending(self, slot: int, tokens: int) -> None:
         """Notes which known blocks this step fills, so that equal requests wait for them."""
         worker = self._worker
-        request = worker.rows.requests[slot]
-        assert request is not None
+        request = worker.rows.request(slot)
         size = worker.spec.block_size
         before = int(worker.rows.computed[slot])
         for digest in request.hashes[before // size : (before + tokens) // size]:

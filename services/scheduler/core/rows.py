@@ -35,7 +35,7 @@ class Rows:
         self.handle: npt.NDArray[np.int64] = np.zeros(slots, np.int64)
         self.arrival: npt.NDArray[np.int64] = np.zeros(slots, np.int64)
         self.generation: npt.NDArray[np.int64] = np.zeros(slots, np.int64)
-        self.requests: list[Request | None] = [None] * slots
+        self._requests: list[Request | None] = [None] * slots
         self.order: IntArray = np.empty(0, np.int64)
         """Slots in use, by arrival."""
         self._free: deque[int] = deque(range(slots))
@@ -70,10 +70,16 @@ class Rows:
         self.ignore_eos[slot] = request.spec.ignore_eos
         self.handle[slot] = request.spec.handle
         self.arrival[slot] = request.arrival
-        self.requests[slot] = request
+        self._requests[slot] = request
         place = int(np.searchsorted(self.arrival[self.order], request.arrival))
         self.order = np.insert(self.order, place, slot).astype(np.int64)
         return slot
+
+    def request(self, slot: int) -> Request:
+        """The request in a row that is in use."""
+        request = self._requests[slot]
+        assert request is not None, "a row without a request"
+        return request
 
     def append_blocks(self, slot: int, blocks: IntArray) -> None:
         """Extends a row's block table."""
@@ -96,7 +102,7 @@ class Rows:
         self.generation[slots] += 1
         self.num_blocks[slots] = 0
         for slot in slots:
-            self.requests[slot] = None
+            self._requests[slot] = None
 
     def recycle(self, slots: IntArray) -> None:
         """Makes vacated slots free again: the step that released them has been answered."""

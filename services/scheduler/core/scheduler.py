@@ -9,9 +9,8 @@ Exactly one terminal event (`Ended`) per request that `add` accepted, on every p
 
 from dataclasses import replace
 
-import numpy as np
-
 from services.scheduler.core import admission
+from services.scheduler.core.applying import Application, close_step, end_if_complete
 from services.scheduler.core.order import WaitingQueue
 from services.scheduler.core.plan import (
     NO_TOKENS,
@@ -21,22 +20,18 @@ from services.scheduler.core.plan import (
     Ended,
     EndReason,
     Events,
-    IntArray,
     Limits,
-    LinkFault,
     Loads,
-    Mask,
     Refusal,
     Refused,
     StepPlan,
     StepResult,
-    TokenArray,
     WorkerLoad,
     WorkerSpec,
 )
 from services.scheduler.core.planning import Draft
 from services.scheduler.core.request import Request, Status
-from services.scheduler.core.worker_state import ChainHash, OpenStep, WorkerState
+from services.scheduler.core.worker_state import ChainHash, WorkerState
 
 
 class Scheduler:
@@ -105,7 +100,7 @@ class Scheduler:
         self._by_handle[spec.handle] = request
         self._waiting.push(request)
         if limits is not None:
-            ended.extend(self._ended_by_resumption(request, limits))
+            ended.extend(end_if_complete(request, limits.eos_token_ids, self._end))
         return replace(NO_TOKENS, ended=tuple(ended))
 
     def abort(self, handle: int) -> Events:
@@ -196,33 +191,8 @@ class Scheduler:
             LinkFault: it is not the answer to that step.
         """
         worker = self._workers[worker_id]
-        step = self._checked(worker, result)
-        worker.open.popleft()
-        worker.rows.recycle(step.released)
-        _drop_pending(worker, step)
-        failed = {failure.slot: failure.message for failure in result.failures}
-        live = worker.rows.generation[step.slots] == step.generations
-        if not failed and live.all():
-            self._register_filled(worker, step.slots, step.computed)
-            return self._append(worker, step.slots[step.samples], result.token_ids)
-        good = ~np.isin(step.slots, list(failed))
-        confirmed = live & good
-        self._register_filled(worker, step.slots[confirmed], step.computed[confirmed])
-        sampled = step.samples & good
-        tokens = result.token_ids
-        events = self._append(worker, step.slots[sampled & live], tokens[live[sampled]])
-        ended = [*events.ended]
-        for row in (live & ~good).nonzero()[0].tolist():
-            request = worker.rows.requests[step.slots[row]]
-            assert request is not None
-            message = failed[int(step.slots[row])]
-            ended.append(replace(self._end(request, EndReason.FAILED), message=message))
-        late = self._append_orphans(worker, step, live, result)
-        return Events(
-            handles=np.concatenate([events.handles, late.handles]),
-            token_ids=np.concatenate([events.token_ids, late.token_ids]),
-            ended=(*ended, *late.ended),
-        )
+        step = close_step(worker, result)
+        return Application(worker, step, result, self._counters, self._end).events()
 
     def next_wakeup(self) -> int | None:
         """When `expire` has something to do, microseconds; None: not before the next input."""
@@ -307,18 +277,7 @@ class Scheduler:
             prompt_tokens=request.prompt_len,
             completion_tokens=known - request.prompt_len,
             cached_tokens=request.cached_tokens or 0,
-            stop_token_id=stop_token_id,
         )
-
-    def _ended_by_resumption(self, request: Request, limits: Limits) -> list[Ended]:
-        """The end of a waiting request whose tokens so far end it."""
-        assert request.limit is not None
-        last = request.output[-1] if request.output else None
-        if last in limits.eos_token_ids and not request.spec.ignore_eos:
-            return [self._end(request, EndReason.STOP, last)]
-        if request.num_tokens >= request.limit:
-            return [self._end(request, EndReason.LENGTH)]
-        return []
 
     def _check_queued(self) -> list[Ended]:
         """Fits queued requests that came before any worker did."""
@@ -332,108 +291,8 @@ class Scheduler:
                 end = self._end(request, EndReason.CANNOT_FIT)
                 ended.append(replace(end, refusal=error.refusal))
             else:
-                ended.extend(self._ended_by_resumption(request, limits))
+                ended.extend(end_if_complete(request, limits.eos_token_ids, self._end))
         return ended
-
-    # Results
-
-    @staticmethod
-    def _checked(worker: WorkerState, result: StepResult) -> OpenStep:
-        if not worker.open:
-            raise LinkFault("a result without an open step")
-        step = worker.open[0]
-        if (result.epoch, result.step_id) != (worker.epoch, step.step_id):
-            raise LinkFault(
-                f"result of step {result.epoch}/{result.step_id}, "
-                f"expected {worker.epoch}/{step.step_id}"
-            )
-        expected = step.samples
-        if result.failures:
-            slots = [failure.slot for failure in result.failures]
-            if not np.isin(slots, step.slots).all():
-                raise LinkFault("a failure of a slot that is not in the step")
-            expected = expected & ~np.isin(step.slots, slots)
-        if result.counts.size != expected.size or (result.counts != expected).any():
-            raise LinkFault("token counts differ from the rows that sample")
-        tokens = result.token_ids
-        if tokens.size != np.count_nonzero(expected):
-            raise LinkFault("number of tokens differs from their counts")
-        if tokens.size and int(tokens.max()) >= worker.spec.vocab_size:
-            raise LinkFault("a token outside the vocabulary")
-        return step
-
-    @staticmethod
-    def _register_filled(worker: WorkerState, slots: IntArray, computed: IntArray) -> None:
-        """Makes blocks findable whose content a result has confirmed."""
-        if not worker.caches_prefixes:
-            return
-        beyond = computed - worker.rows.registered[slots] * worker.spec.block_size
-        full = (beyond >= worker.spec.block_size).nonzero()[0]
-        for slot, tokens in zip(slots[full].tolist(), computed[full].tolist(), strict=True):
-            worker.register_filled(slot, tokens)
-
-    def _append(self, worker: WorkerState, slots: IntArray, tokens: TokenArray) -> Events:
-        """Appends one token to each of these running rows; ends those that are complete."""
-        rows = worker.rows
-        known = rows.known[slots]
-        rows.tokens[slots, known] = tokens
-        known = known + 1
-        rows.known[slots] = known
-        handles = rows.handle[slots]
-        self._counters.generation_tokens += slots.size
-        stopped = worker.is_eos[tokens] & ~rows.ignore_eos[slots]
-        ended: list[Ended] = []
-        for row in (stopped | (known >= rows.limit[slots])).nonzero()[0].tolist():
-            request = rows.requests[slots[row]]
-            assert request is not None
-            if stopped[row]:
-                ended.append(self._end(request, EndReason.STOP, int(tokens[row])))
-            else:
-                ended.append(self._end(request, EndReason.LENGTH))
-        return Events(handles=handles, token_ids=tokens, ended=tuple(ended))
-
-    def _append_orphans(
-        self,
-        worker: WorkerState,
-        step: OpenStep,
-        live: Mask,
-        result: StepResult,
-    ) -> Events:
-        """Appends tokens of requests preempted after the step was planned; drops ended ones'."""
-        failed = {failure.slot: failure.message for failure in result.failures}
-        sampled = result.counts > 0
-        handles: list[int] = []
-        kept: list[int] = []
-        ended: list[Ended] = []
-        places = np.cumsum(sampled) - 1
-        for row in (~live).nonzero()[0].tolist():
-            key = (int(step.slots[row]), int(step.generations[row]))
-            request = worker.orphans.get(key)
-            if request is None or request.status is Status.ENDED:
-                worker.orphans.pop(key, None)
-                self._counters.discarded_rows += 1
-                continue
-            if step.samples[row]:
-                request.in_flight -= 1
-                if not request.in_flight:
-                    del worker.orphans[key]
-            if not sampled[row]:
-                if step.samples[row]:
-                    end = self._end(request, EndReason.FAILED)
-                    ended.append(replace(end, message=failed[int(step.slots[row])]))
-                continue
-            token = int(result.token_ids[places[row]])
-            request.output.append(token)
-            handles.append(request.spec.handle)
-            kept.append(token)
-            self._counters.generation_tokens += 1
-            assert self._limits is not None
-            ended.extend(self._ended_by_resumption(request, self._limits))
-        return Events(
-            handles=np.array(handles, np.int64),
-            token_ids=np.array(kept, np.uint32),
-            ended=tuple(ended),
-        )
 
     # Workers
 
@@ -451,12 +310,3 @@ class Scheduler:
 
     def _grace_end(self, request: Request) -> int:
         return max(request.added_us, self._no_worker_since) + self._config.worker_grace_us
-
-
-def _drop_pending(worker: WorkerState, step: OpenStep) -> None:
-    for digest in step.pending:
-        left = worker.pending[digest] - 1
-        if left:
-            worker.pending[digest] = left
-        else:
-            del worker.pending[digest]

@@ -81,8 +81,7 @@ class WorkerState:
 
     def register_filled(self, slot: int, computed: int) -> None:
         """Makes the row's blocks below `computed` tokens findable."""
-        request = self.rows.requests[slot]
-        assert request is not None
+        request = self.rows.request(slot)
         full = computed // self.spec.block_size
         if len(request.hashes) < full:
             self.extend_hashes(request, self.rows.tokens[slot, : full * self.spec.block_size])
@@ -90,6 +89,15 @@ class WorkerState:
         blocks = self.rows.blocks[slot, first:full].tolist()
         self.pool.register(blocks, request.hashes[first:full])
         self.rows.registered[slot] = full
+
+    def drop_pending(self, hashes: tuple[bytes, ...]) -> None:
+        """An open step that was filling these blocks has been answered."""
+        for digest in hashes:
+            left = self.pending[digest] - 1
+            if left:
+                self.pending[digest] = left
+            else:
+                del self.pending[digest]
 
     def unseat(self, slots: list[int]) -> None:
         """Frees blocks and rows of requests that stop here; the next step tells the worker."""
@@ -104,8 +112,7 @@ class WorkerState:
         Tokens of open steps still count for it; see `orphans`.
         """
         rows = self.rows
-        request = rows.requests[slot]
-        assert request is not None
+        request = rows.request(slot)
         request.output = rows.output(slot)
         request.in_flight = int(rows.length[slot] - rows.known[slot])
         request.computed_once = max(
@@ -148,7 +155,6 @@ class WorkerState:
         pending = [digest for step in self.open for digest in step.pending]
         assert sum(self.pending.values()) == len(pending), "pending hashes are off"
         for slot in order.tolist():
-            request = rows.requests[slot]
-            assert request is not None, "a row without a request"
+            request = rows.request(slot)
             assert request.status is Status.RUNNING, "a running request with a wrong status"
             assert (request.worker_id, request.slot) == (spec.worker_id, slot), "wrong place"
