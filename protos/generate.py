@@ -4,6 +4,7 @@ Owns the one protoc call. `tests/protos/test_fresh.py` runs it into a scratch fo
 """
 
 import sys
+import sysconfig
 from importlib import resources
 from pathlib import Path
 
@@ -27,7 +28,8 @@ def generate(out: Path) -> None:
             f"--python_out={out}",
             f"--pyi_out={out}",
             f"--grpc_python_out={out}",
-            f"--mypy_grpc_out={out}",
+            f"--plugin=protoc-gen-mypy_grpc={_scripts() / 'protoc-gen-mypy_grpc'}",
+            f"--mypy_grpc_out=quiet:{out}",
             *(str(path.relative_to(PROTOS)) for path in sources),
         ]
     )
@@ -39,6 +41,11 @@ def _googleapis() -> Path:
     """The folder in which `google/rpc/status.proto` lies (package googleapis-common-protos)."""
     with resources.as_file(resources.files("google.rpc") / "status.proto") as status:
         return status.parents[2]
+
+
+def _scripts() -> Path:
+    """The folder of this interpreter's commands, which need not be on PATH."""
+    return Path(sysconfig.get_path("scripts"))
 
 
 if __name__ == "__main__":

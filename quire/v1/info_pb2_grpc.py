@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class InfoServiceStub:
-    """Missing associated documentation comment in .proto file."""
+    """Facts to read; no rpc here changes anything.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -47,7 +48,8 @@ class InfoServiceStub:
 
 
 class InfoServiceServicer:
-    """Missing associated documentation comment in .proto file."""
+    """Facts to read; no rpc here changes anything.
+    """
 
     def GetModelInfo(self, request, context):
         """What is served, by which workers.
@@ -85,7 +87,8 @@ def add_InfoServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class InfoService:
-    """Missing associated documentation comment in .proto file."""
+    """Facts to read; no rpc here changes anything.
+    """
 
     @staticmethod
     def GetModelInfo(request,

@@ -27,6 +27,8 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class InfoServiceStub:
+    """Facts to read; no rpc here changes anything."""
+
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
@@ -38,6 +40,8 @@ class InfoServiceStub:
 
 @_typing.type_check_only
 class InfoServiceAsyncStub(InfoServiceStub):
+    """Facts to read; no rpc here changes anything."""
+
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetModelInfo: _aio.UnaryUnaryMultiCallable[_info_pb2.GetModelInfoRequest, _info_pb2.GetModelInfoResponse]  # type: ignore[assignment]
     """What is served, by which workers."""
@@ -45,6 +49,8 @@ class InfoServiceAsyncStub(InfoServiceStub):
     """Gauges and counters of the scheduler."""
 
 class InfoServiceServicer(metaclass=_abc_1.ABCMeta):
+    """Facts to read; no rpc here changes anything."""
+
     @_abc_1.abstractmethod
     def GetModelInfo(
         self,

@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class TextServiceStub:
-    """Missing associated documentation comment in .proto file."""
+    """Generation and tokenization by text.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -67,7 +68,8 @@ class TextServiceStub:
 
 
 class TextServiceServicer:
-    """Missing associated documentation comment in .proto file."""
+    """Generation and tokenization by text.
+    """
 
     def Generate(self, request, context):
         """Completes a prompt. Sends deltas, then exactly one message with `finished`.
@@ -153,7 +155,8 @@ def add_TextServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class TextService:
-    """Missing associated documentation comment in .proto file."""
+    """Generation and tokenization by text.
+    """
 
     @staticmethod
     def Generate(request,

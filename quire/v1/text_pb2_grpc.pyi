@@ -31,6 +31,8 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class TextServiceStub:
+    """Generation and tokenization by text."""
+
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
@@ -50,6 +52,8 @@ class TextServiceStub:
 
 @_typing.type_check_only
 class TextServiceAsyncStub(TextServiceStub):
+    """Generation and tokenization by text."""
+
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_text_pb2.GenerateRequest, _text_pb2.GenerateResponse]  # type: ignore[assignment]
     """Completes a prompt. Sends deltas, then exactly one message with `finished`."""
@@ -65,6 +69,8 @@ class TextServiceAsyncStub(TextServiceStub):
     """Says what is served and within which limits."""
 
 class TextServiceServicer(metaclass=_abc_1.ABCMeta):
+    """Generation and tokenization by text."""
+
     @_abc_1.abstractmethod
     def Generate(
         self,

@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class TokenServiceStub:
-    """Missing associated documentation comment in .proto file."""
+    """Generation by token ids.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -47,7 +48,8 @@ class TokenServiceStub:
 
 
 class TokenServiceServicer:
-    """Missing associated documentation comment in .proto file."""
+    """Generation by token ids.
+    """
 
     def Generate(self, request, context):
         """One request, for callers outside. Sends deltas, then exactly one message with `finished`.
@@ -87,7 +89,8 @@ def add_TokenServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class TokenService:
-    """Missing associated documentation comment in .proto file."""
+    """Generation by token ids.
+    """
 
     @staticmethod
     def Generate(request,

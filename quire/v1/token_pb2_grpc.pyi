@@ -34,6 +34,8 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class TokenServiceStub:
+    """Generation by token ids."""
+
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
@@ -49,6 +51,8 @@ class TokenServiceStub:
 
 @_typing.type_check_only
 class TokenServiceAsyncStub(TokenServiceStub):
+    """Generation by token ids."""
+
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_token_pb2.TokenServiceGenerateRequest, _token_pb2.TokenServiceGenerateResponse]  # type: ignore[assignment]
     """One request, for callers outside. Sends deltas, then exactly one message with `finished`.
@@ -60,6 +64,8 @@ class TokenServiceAsyncStub(TokenServiceStub):
     """
 
 class TokenServiceServicer(metaclass=_abc_1.ABCMeta):
+    """Generation by token ids."""
+
     @_abc_1.abstractmethod
     def Generate(
         self,

@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class WorkerLinkServiceStub:
-    """Missing associated documentation comment in .proto file."""
+    """Where workers come to be given work.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -42,7 +43,8 @@ class WorkerLinkServiceStub:
 
 
 class WorkerLinkServiceServicer:
-    """Missing associated documentation comment in .proto file."""
+    """Where workers come to be given work.
+    """
 
     def Attach(self, request_iterator, context):
         """Opens with Register/Registered, then Step down and StepResult up.
@@ -68,7 +70,8 @@ def add_WorkerLinkServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class WorkerLinkService:
-    """Missing associated documentation comment in .proto file."""
+    """Where workers come to be given work.
+    """
 
     @staticmethod
     def Attach(request_iterator,

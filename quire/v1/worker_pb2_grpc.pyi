@@ -31,6 +31,8 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class WorkerLinkServiceStub:
+    """Where workers come to be given work."""
+
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
@@ -40,11 +42,15 @@ class WorkerLinkServiceStub:
 
 @_typing.type_check_only
 class WorkerLinkServiceAsyncStub(WorkerLinkServiceStub):
+    """Where workers come to be given work."""
+
     def __init__(self, channel: _aio.Channel) -> None: ...
     Attach: _aio.StreamStreamMultiCallable[_worker_pb2.AttachRequest, _worker_pb2.AttachResponse]  # type: ignore[assignment]
     """Opens with Register/Registered, then Step down and StepResult up."""
 
 class WorkerLinkServiceServicer(metaclass=_abc_1.ABCMeta):
+    """Where workers come to be given work."""
+
     @_abc_1.abstractmethod
     def Attach(
         self,

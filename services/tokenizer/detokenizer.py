@@ -28,6 +28,7 @@ from typing import Protocol
 from tokenizers import Tokenizer
 
 _LONGEST_RUN = 64
+_LONGEST_CHARACTER = 4
 _CONTEXT_TOKENS = 16
 """Tokens of a prompt that are looked at: more than a character and its left neighbour span."""
 
@@ -66,7 +67,7 @@ class Detokenization:
         )
         self._tokenizer = tokenizer
         kinds = _decoder_kinds(tokenizer)
-        self._start: Callable[[], IncrementalDetokenizer]
+        self._start: Callable[[], _ByteLevelDetokenizer | _PieceDetokenizer]
         if kinds == {"ByteLevel"}:
             table = _ByteTable(tokenizer, self.special)
             self._start = lambda: _ByteLevelDetokenizer(table)
@@ -82,11 +83,7 @@ class Detokenization:
                 the character that they leave unfinished.
         """
         detokenizer = self._start()
-        if not context:
-            return detokenizer
-        detokenizer.push(context[-_CONTEXT_TOKENS:])
-        if isinstance(detokenizer, _PieceDetokenizer):
-            detokenizer.leave_unfinished_character()
+        detokenizer.follow(context[-_CONTEXT_TOKENS:])
         return detokenizer
 
 
@@ -132,6 +129,10 @@ class _ByteLevelDetokenizer:
         self._table = table
         self._unfinished = b""
 
+    def follow(self, context: Sequence[int]) -> None:
+        """Begins after `context`, in the middle of a character if it ends there."""
+        self.push(context)
+
     def push(self, ids: Sequence[int]) -> str:
         bytes_of = self._table.bytes_of
         data = self._unfinished + b"".join([bytes_of(token_id) for token_id in ids])
@@ -171,6 +172,19 @@ class _PieceTable:
             self._bytes[token_id] = int(match[1], 16) if match else None
         return self._bytes[token_id]
 
+    def count_unfinished(self, ids: Sequence[int]) -> int:
+        """How many ids at the end are bytes of a character that is not complete."""
+        data = b""
+        for token_id in reversed(ids[-_LONGEST_CHARACTER:]):
+            byte = self.byte_of(token_id)
+            if byte is None:
+                return 0
+            data = bytes([byte]) + data
+            if byte >= 0xC0:  # the first byte of a character
+                _, used = codecs.utf_8_decode(data, "replace", False)
+                return len(data) - used
+        return 0
+
     def decode(self, ids: Sequence[int]) -> str:
         """One-shot decoding by the library."""
         return self._tokenizer.decode(ids, skip_special_tokens=False)
@@ -186,6 +200,17 @@ class _PieceDetokenizer:
         self._anchor_text = ""
         self._waiting: list[int] = []
         self._run = _ByteRun(table)
+
+    def follow(self, context: Sequence[int]) -> None:
+        """Begins after `context`, in the middle of a character if it ends there."""
+        shown = [token_id for token_id in context if self._table.shows(token_id)]
+        whole = len(shown) - self._table.count_unfinished(shown)
+        words = [token_id for token_id in shown[:whole] if self._table.byte_of(token_id) is None]
+        if whole:
+            self._set_anchor(words or shown[:whole])
+        if self._table.may_end_inside_character:
+            self._anchor_text = self._anchor_text.removesuffix(_REPLACEMENT)
+        self.push(shown[whole:])
 
     def push(self, ids: Sequence[int]) -> str:
         text = []
@@ -205,16 +230,6 @@ class _PieceDetokenizer:
         if self._waiting:
             text += self._decode_waiting()
         return text
-
-    def leave_unfinished_character(self) -> None:
-        """Drops everything but the bytes of a character that is not complete yet."""
-        self._waiting.clear()
-        ids, unfinished = self._run.take_unfinished()
-        if not self._anchor and ids:
-            self._set_anchor(ids)
-        self._run = _ByteRun(self._table)
-        for token_id in unfinished:
-            self.push([token_id])
 
     def _push_piece(self, token_id: int) -> str:
         self._waiting.append(token_id)
@@ -291,13 +306,6 @@ class _ByteRun:
             return self._held.decode()
         except UnicodeDecodeError:
             return _REPLACEMENT * len(self._held)
-
-    def take_unfinished(self) -> tuple[list[int], list[int]]:
-        """The run's ids, cut before the character at its end that is not complete."""
-        if self._flows or self._invalid:
-            return self.ids, []
-        _, used = codecs.utf_8_decode(self._held, "strict", False)
-        return self.ids[:used], self.ids[used:]
 
     def _take_whole_characters(self) -> str:
         text, used = codecs.utf_8_decode(self._held, "replace", False)

@@ -1,8 +1,8 @@
 """One Session call with the scheduler, from Hello to its end.
 
 Owns the stream, its credits, and which request has which stream id on it. Always reads: news go to
-the requests' mailboxes and nothing waits for a handler; one writer writes. Knows nothing of the time
-before and after: that is `session`.
+the requests' mailboxes and nothing waits for a handler; one writer writes. What comes before and
+after a call is not its business but `session`'s.
 """
 
 import asyncio

@@ -7,7 +7,7 @@ import os
 import socket
 import sys
 import uuid
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from quire.models import LocatedModel, ModelNotFound, locate_model
 from services.chassis.logs import configure_logs
@@ -126,7 +126,8 @@ async def _unless(stopping: asyncio.Event, future: asyncio.Future[T]) -> T | Non
     """The future's result; None if `stopping` is set before it is there."""
     async with asyncio.TaskGroup() as tasks:
         stop = tasks.create_task(stopping.wait())
-        await asyncio.wait([stop, future], return_when=asyncio.FIRST_COMPLETED)
+        either: list[asyncio.Future[Any]] = [stop, future]
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         stop.cancel()
     return future.result() if future.done() else None
 

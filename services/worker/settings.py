@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 from services.chassis.settings import parse, setting
 
@@ -48,11 +49,11 @@ def _is_size(text: str) -> bool:
         return False
 
 
-def _one_of(*values: str) -> dict[str, object]:
+def _one_of(*values: str) -> dict[str, Any]:
     return {"check": lambda value: value in values, "rule": f"must be one of {', '.join(values)}"}
 
 
-def _at_least(least: int) -> dict[str, object]:
+def _at_least(least: int) -> dict[str, Any]:
     return {"check": lambda value: value >= least, "rule": f"must be >= {least}"}
 
 

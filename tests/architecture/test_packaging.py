@@ -161,7 +161,7 @@ def test_what_an_extra_brings_is_imported() -> None:
         for extra in ("", "chassis", "tokenizer", "scheduler", "worker", "bench")
         for requirement in map(Requirement, EXTRAS.get(extra, PROJECT["dependencies"]))
         if requirement.name != PROJECT["name"]
-        and not any(canonicalize_name(requirement.name) == owner for _, owner in used)
+        and (extra, canonicalize_name(requirement.name)) not in used
     ]
     assert unused == []
 

@@ -312,9 +312,7 @@ def _gguf_rope(fields: _Fields, arch: str) -> RopeConfig:
     )
 
 
-def _windows(
-    raw: Mapping[str, Any], architecture: str, num_layers: int
-) -> tuple[int | None, ...]:
+def _windows(raw: Mapping[str, Any], architecture: str, num_layers: int) -> tuple[int | None, ...]:
     """The defaults are those of the architectures' own configuration classes."""
     full = (None,) * num_layers
     first = 0

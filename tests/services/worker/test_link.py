@@ -194,16 +194,19 @@ async def test_more_steps_than_max_in_flight_end_the_link(address, caplog):
     async with attached(address) as (worker, scheduler, link):
         await link.send(step(step_id=1))
         await link.result()
-        worker.executors[0].gate.clear()
-        await link.send(*(step(step_id=number) for number in (2, 3, 4)))
+        (executor,) = worker.executors
+        executor.gate.clear()
+        await link.send(step(step_id=2))
+        await eventually(lambda: executor.started == [1, 2])
+        await link.send(step(step_id=3), step(step_id=4))
         again = await scheduler.next_link()
         assert "max_in_flight" in caplog.text
-        worker.executors[0].gate.set()
+        executor.gate.set()
         await again.accept(epoch=2)
         await again.send(step(epoch=2, step_id=1))
         assert (await again.result()).epoch == 2
         # What had not begun when the link ended was not executed any more.
-        assert worker.executors[0].started == [1, 2]
+        assert executor.started == [1, 2]
 
 
 @pytest.mark.parametrize(

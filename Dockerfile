@@ -1,0 +1,51 @@
+# Two images: `slim` (tokenizer, scheduler, client; no torch) and `worker` (with torch).
+#
+#   docker build --target slim -t quire:slim .
+#   docker build --target worker -t quire:worker .
+#
+# torch: constraints.txt fixes its version, pip picks the build. Where no CPU build is on offer, pip
+# takes the CUDA one, which is several GB and is what a GPU machine needs. For the small CPU build either
+# put its wheel into wheels/ or name an index that has it: --build-arg PIP_EXTRA_INDEX_URL=...
+ARG BASE=python:3.12-slim
+
+FROM ${BASE} AS base
+ENV PYTHONUNBUFFERED=1 \
+    PYTHONDONTWRITEBYTECODE=1 \
+    PATH=/opt/quire/bin:${PATH} \
+    QUIRE_HOME=/var/lib/quire
+# The folder must exist and belong to the user, so that a new volume mounted on it does too.
+RUN groupadd --gid 10001 quire \
+ && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /tmp --shell /usr/sbin/nologin quire \
+ && install -d -o quire -g quire /var/lib/quire
+
+FROM base AS build
+ENV PIP_DISABLE_PIP_VERSION_CHECK=1 \
+    PIP_NO_CACHE_DIR=1
+ARG PIP_EXTRA_INDEX_URL=
+WORKDIR /src
+RUN python -m venv /opt/quire
+# `wheels*` may match nothing: the folder is there only on machines that bring wheels along.
+COPY pyproject.toml constraints.txt README.md LICENSE wheels* /src/wheels/
+RUN mv wheels/pyproject.toml wheels/constraints.txt wheels/README.md wheels/LICENSE .
+COPY benchmarks benchmarks
+COPY kernels kernels
+COPY quire quire
+COPY services services
+
+FROM build AS build-slim
+RUN pip install -q --find-links wheels -c constraints.txt '.[tokenizer,scheduler]'
+
+FROM build AS build-worker
+RUN pip install -q --find-links wheels -c constraints.txt '.[worker]'
+
+FROM base AS slim
+COPY --from=build-slim /opt/quire /opt/quire
+USER quire
+WORKDIR /tmp
+CMD ["quire", "--help"]
+
+FROM base AS worker
+COPY --from=build-worker /opt/quire /opt/quire
+USER quire
+WORKDIR /tmp
+CMD ["quire-worker"]

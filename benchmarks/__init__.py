@@ -1,0 +1,1 @@
+"""Measurements: load generators and their reports. Talks to services as any client does."""

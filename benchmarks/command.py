@@ -1,0 +1,22 @@
+"""`quire bench`: the table of benchmarks. Cheap to import; a benchmark is imported when called."""
+
+from quire.cli.command import Entry, Group
+
+COMMAND = Group(
+    "bench",
+    "measure a server, or a part of one",
+    (
+        Entry(
+            name="serve",
+            help="put a closed-loop load on a server and report throughput and latencies",
+            target="benchmarks.serve:COMMAND",
+        ),
+        Entry(
+            name="scheduler",
+            help="cost of a step in the scheduler core",
+            target="benchmarks.scheduler:COMMAND",
+            extra="scheduler",
+            needs=("numpy",),
+        ),
+    ),
+)

@@ -1,0 +1,1 @@
+"""Kernels: what a decoder computes fast, per device. Knows nothing of services."""

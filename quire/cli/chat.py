@@ -1,0 +1,123 @@
+"""`quire chat`: one question, or a conversation of many turns."""
+
+import argparse
+import asyncio
+import readline
+import sys
+
+from quire.answers import ChatMessage
+from quire.cli.command import CommandError, UsageError
+from quire.cli.sampling import add_request_flags, as_json, sampling_params
+from quire.cli.terminal import read_stdin, stream_answer
+from quire.client import AsyncClient
+from quire.errors import QuireError
+from quire.params import SamplingParams
+
+
+class Chat:
+    """Talks with the model."""
+
+    name = "chat"
+    help = "talk with the model, one question or many turns"
+
+    def configure(self, parser: argparse.ArgumentParser) -> None:
+        """Adds the command's arguments."""
+        parser.add_argument(
+            "prompt", nargs="*", help="one question; without it, standard input or a conversation"
+        )
+        parser.add_argument("--system", metavar="TEXT", help="the system message")
+        add_request_flags(parser)
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Prints one answer, or as many as the user asks for."""
+        params = sampling_params(args)
+        system = [] if args.system is None else [ChatMessage(role="system", content=args.system)]
+        if args.prompt or not sys.stdin.isatty():
+            typed = " ".join(args.prompt)
+            question = read_stdin() if typed in ("", "-") else typed
+            asyncio.run(_answer_once(args, params, system, question))
+            return 0
+        if args.json:
+            raise UsageError("quire chat: --json needs a question (see quire chat --help)")
+        _converse(args, params, system)
+        return 0
+
+
+async def _answer_once(
+    args: argparse.Namespace, params: SamplingParams, system: list[ChatMessage], question: str
+) -> None:
+    messages = [*system, ChatMessage(role="user", content=question)]
+    async with AsyncClient(args.target) as client:
+        if args.json:
+            answer = await client.complete_chat(messages, params, deadline_s=args.deadline)
+            print(as_json(answer))
+        else:
+            await stream_answer(client.chat(messages, params, deadline_s=args.deadline), [])
+
+
+def _converse(args: argparse.Namespace, params: SamplingParams, system: list[ChatMessage]) -> None:
+    readline.parse_and_bind("set bell-style none")
+    # One loop for all turns, but none running while the user types: Ctrl-C then reaches input().
+    with asyncio.Runner() as runner:
+        client = AsyncClient(args.target)
+        runner.run(client.__aenter__())
+        try:
+            info = runner.run(client.info())
+            if not info.has_chat_template:
+                raise CommandError(f"{info.model} has no chat template; use: quire generate")
+            print(f"{info.model} at {args.target}. Ctrl-C stops an answer, Ctrl-D ends.")
+            conversation = _Conversation(runner, client, params, args.deadline, system)
+            while (question := _typed()) is not None:
+                conversation.turn(question)
+        finally:
+            runner.run(client.__aexit__(None, None, None))
+
+
+class _Conversation:
+    """What has been said, and who goes on with it."""
+
+    def __init__(
+        self,
+        runner: asyncio.Runner,
+        client: AsyncClient,
+        params: SamplingParams,
+        deadline_s: float | None,
+        system: list[ChatMessage],
+    ) -> None:
+        self._runner = runner
+        self._client = client
+        self._params = params
+        self._deadline_s = deadline_s
+        self._said = list(system)
+
+    def turn(self, question: str) -> None:
+        """Prints the answer and remembers it; an answer cut short is kept as far as it came."""
+        asked = [*self._said, ChatMessage(role="user", content=question)]
+        pieces: list[str] = []
+        answer = self._client.chat(asked, self._params, deadline_s=self._deadline_s)
+        try:
+            self._runner.run(stream_answer(answer, pieces))
+        except KeyboardInterrupt:
+            print("(stopped)")
+        except QuireError as error:
+            print(f"quire: {error.message}", file=sys.stderr)
+        if any(pieces):
+            self._said = [*asked, ChatMessage(role="assistant", content="".join(pieces))]
+
+
+def _typed() -> str | None:
+    """What the user types, None at the end of input."""
+    while True:
+        try:
+            line = input("> ")
+        except EOFError:
+            print()
+            return None
+        except KeyboardInterrupt:
+            print()
+            continue
+        if line.strip():
+            return line
+
+
+COMMAND = Chat()

@@ -1,0 +1,160 @@
+"""What a subcommand is, and how one is found without loading the others.
+
+Start-up time is part of the interface: the table of commands holds names and one-line helps, and a
+command's module is imported when that command is called. Imports the standard library only.
+"""
+
+import argparse
+import importlib
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, Protocol
+
+from quire.errors import QuireError
+
+EXIT_FAILED = 1
+"""The command could not do its work; the reason is on standard error."""
+
+EXIT_USAGE = 2
+"""The command was called wrongly."""
+
+
+class CommandError(QuireError):
+    """The command cannot do its work; the message is for the user, one line."""
+
+
+class UsageError(QuireError):
+    """The command was called wrongly."""
+
+
+class Command(Protocol):
+    """One subcommand.
+
+    Attributes:
+        name: what is typed after `quire`, e.g. "chat".
+        help: one line, no capital, no full stop.
+    """
+
+    name: str
+    help: str
+
+    def configure(self, parser: argparse.ArgumentParser) -> None:
+        """Adds the command's arguments."""
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Does the work and returns the exit code.
+
+        Raises:
+            QuireError: the reason, on one line; `quire` prints it and exits with 1.
+        """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A line in a table of commands.
+
+    Attributes:
+        name: of the command.
+        help: of the command.
+        target: where its object is, `module:attribute`.
+        extra: the extra of the distribution that it needs, or "".
+        needs: top-level modules of that extra; one that is missing hides the command.
+    """
+
+    name: str
+    help: str
+    target: str
+    extra: str = ""
+    needs: tuple[str, ...] = ()
+
+    def available(self) -> bool:
+        """Whether the modules it needs are installed; imports none of them."""
+        return all(importlib.util.find_spec(module) is not None for module in self.needs)
+
+    def load(self) -> "Command | Group":
+        """Imports the command.
+
+        Raises:
+            CommandError: its extra is not installed; names it.
+        """
+        if not self.available():
+            raise CommandError(
+                f"quire {self.name} needs the extra [{self.extra}]; install it with: "
+                f"pip install 'quire-llm[{self.extra}]'"
+            )
+        module, _, attribute = self.target.partition(":")
+        command: Command | Group = getattr(importlib.import_module(module), attribute)
+        return command
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are exceptions, and which guesses no abbreviations."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"allow_abbrev": False, **options})
+
+    def error(self, message: str) -> NoReturn:
+        """Raises UsageError with the usual hint."""
+        raise UsageError(f"{self.prog}: {message} (see {self.prog} --help)")
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A table of commands under one name, e.g. `quire model pull`.
+
+    Attributes:
+        name: what is typed before theirs.
+        help: one line, no capital, no full stop.
+        entries: its commands, in the order of the help text.
+    """
+
+    name: str
+    help: str
+    entries: tuple[Entry, ...]
+
+    def run(self, prog: str, arguments: Sequence[str]) -> int:
+        """Runs the command that the first of `arguments` names; `prog` was typed before it."""
+        if arguments and arguments[0] in ("-h", "--help"):
+            print(
+                f"usage: {prog} COMMAND [...]\n\n{_sentence(self.help)}\n\n{listing(self.entries)}"
+            )
+            return 0
+        return dispatch(prog, self.entries, arguments)
+
+
+def listing(entries: Sequence[Entry]) -> str:
+    """The available commands, one a line."""
+    shown = [entry for entry in entries if entry.available()]
+    width = max((len(entry.name) for entry in shown), default=0)
+    return "\n".join(["commands:", *(f"  {e.name:<{width}}  {e.help}" for e in shown)])
+
+
+def dispatch(prog: str, entries: Sequence[Entry], arguments: Sequence[str]) -> int:
+    """Runs the command named by the first argument with the others.
+
+    Args:
+        prog: what was typed so far, for messages.
+        entries: the commands to choose from.
+        arguments: what was typed after it.
+
+    Raises:
+        UsageError: there is no such command.
+        CommandError: its extra is not installed.
+    """
+    if not arguments:
+        raise UsageError(f"{prog}: which command? (see {prog} --help)")
+    entry = next((entry for entry in entries if entry.name == arguments[0]), None)
+    if entry is None:
+        raise UsageError(f"{prog}: there is no command {arguments[0]!r} (see {prog} --help)")
+    command = entry.load()
+    prog = f"{prog} {entry.name}"
+    if isinstance(command, Group):
+        return command.run(prog, arguments[1:])
+    parser = Parser(prog=prog, description=_sentence(entry.help))
+    command.configure(parser)
+    return command.run(parser.parse_args(arguments[1:]))
+
+
+def _sentence(help_line: str) -> str:
+    return f"{help_line[:1].upper()}{help_line[1:]}."

@@ -1,0 +1,60 @@
+"""Runs a local set under the control of signals: the first one drains, the second one kills."""
+
+import asyncio
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+
+from quire.local import LocalConfig, LocalSet, Phase
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+async def with_local_set(
+    config: LocalConfig, work: Callable[[LocalSet], Awaitable[None]], *, verbose: bool
+) -> bool:
+    """Starts a set, runs `work` with it, ends it.
+
+    Args:
+        config: what to start.
+        work: what to do once all processes are ready.
+        verbose: copies the logs of all processes to standard error.
+
+    Returns:
+        False if a signal cut it short; the processes have ended in order all the same.
+
+    Raises:
+        SetFailed: the set could not start, or lost a process.
+    """
+    local = LocalSet(config, on_phase=_show, log_to=sys.stderr if verbose else None)
+    task = asyncio.current_task()
+    assert task is not None
+    received: list[signal.Signals] = []
+
+    def on_signal(number: signal.Signals) -> None:
+        received.append(number)
+        if len(received) > 1:
+            local.kill()
+            return
+        print("ending; once more ends at once", file=sys.stderr, flush=True)
+        task.cancel()
+
+    loop = asyncio.get_running_loop()
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, on_signal, number)
+    try:
+        async with local:
+            await work(local)
+    except asyncio.CancelledError:
+        if not received:
+            raise
+        task.uncancel()
+        return False
+    finally:
+        for number in _SIGNALS:
+            loop.remove_signal_handler(number)
+    return True
+
+
+def _show(phase: Phase) -> None:
+    print(f"{phase.name:<9} ready after {phase.seconds:.1f} s", flush=True)

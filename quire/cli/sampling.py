@@ -1,0 +1,62 @@
+"""The flags that say how to sample and whom to ask, shared by the commands that generate."""
+
+import argparse
+import json
+from dataclasses import asdict
+
+from quire.answers import Completion
+from quire.client import DEFAULT_TARGET
+from quire.params import SamplingParams
+
+
+def add_request_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of `SamplingParams`, `--target`, `--deadline` and `--json`."""
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="most tokens to generate")
+    parser.add_argument("--temperature", type=float, metavar="X", help="0 is greedy")
+    parser.add_argument("--top-p", type=float, metavar="X", help="in (0, 1]; 1 keeps all tokens")
+    parser.add_argument("--top-k", type=int, metavar="N", help="0 keeps all tokens")
+    parser.add_argument("--seed", type=int, metavar="N", help="the same seed draws the same tokens")
+    parser.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="ends the answer; repeatable",
+    )
+    parser.add_argument(
+        "--ignore-eos", action="store_true", help="goes on after an end-of-sequence token"
+    )
+    parser.add_argument(
+        "--deadline", type=float, metavar="SECONDS", help="gives up after this long"
+    )
+    parser.add_argument(
+        "--target",
+        default=DEFAULT_TARGET,
+        metavar="HOST:PORT",
+        help="the server (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="prints one JSON object instead of the text"
+    )
+
+
+def sampling_params(args: argparse.Namespace) -> SamplingParams:
+    """What the flags say.
+
+    Raises:
+        InvalidRequest: a value is out of range; names the flag's field.
+    """
+    return SamplingParams(
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        seed=args.seed,
+        max_tokens=args.max_tokens,
+        ignore_eos=args.ignore_eos,
+        stop=args.stop,
+    )
+
+
+def as_json(completion: Completion) -> str:
+    """An answer as one JSON object on one line."""
+    return json.dumps(asdict(completion), ensure_ascii=False)

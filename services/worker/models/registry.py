@@ -1,0 +1,140 @@
+"""From a path to a loaded model: finds the format, reads the description, builds the decoder."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kernels.interface import KernelSet
+from services.worker.models.config import (
+    ModelConfig,
+    ModelError,
+    read_gguf_config,
+    read_hf_config,
+)
+from services.worker.models.decoder import CausalLM, Decoder
+from services.worker.models.gguf import ROPE_DIVISORS, GgufFile, GgufWeights
+from services.worker.models.weights import SafetensorsWeights, files_digest, safetensors_header
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """A model that can compute.
+
+    Attributes:
+        config: its description.
+        model: the model itself.
+        digest: sha256, hex, over description and identity of the weight files; two models with the
+            same digest give the same keys and values.
+    """
+
+    config: ModelConfig
+    model: CausalLM
+    digest: str
+
+
+def load_model(
+    path: Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    kernels: KernelSet,
+    max_model_len: int | None,
+) -> LoadedModel:
+    """Loads a model.
+
+    Args:
+        path: a model folder, or a GGUF file.
+        dtype: of weights and computation.
+        device: where it shall compute.
+        kernels: its kernel set.
+        max_model_len: longest prompt + output in tokens; None: what the model was made for.
+
+    Raises:
+        ModelError: it cannot be loaded; one line that says why.
+    """
+    gguf = _gguf_file(path)
+    if gguf is not None:
+        return _load_gguf(
+            gguf, dtype=dtype, device=device, kernels=kernels, max_model_len=max_model_len
+        )
+    weights = SafetensorsWeights(path)
+    config = read_hf_config(
+        _read_json(path / "config.json", required=True),
+        _read_json(path / "generation_config.json", required=False),
+        dtype=dtype,
+        max_model_len=max_model_len,
+    )
+    headers = {file: safetensors_header(file) for file in weights.files}
+    return LoadedModel(
+        config=config,
+        model=Decoder(config, weights, device, kernels),
+        digest=_digest(config, files_digest(weights.files, headers)),
+    )
+
+
+def _load_gguf(
+    path: Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    kernels: KernelSet,
+    max_model_len: int | None,
+) -> LoadedModel:
+    file = GgufFile(path)
+    config = read_gguf_config(
+        file.metadata,
+        _read_json(path.parent / "generation_config.json", required=False),
+        dtype=dtype,
+        max_model_len=max_model_len,
+        tied="output.weight" not in file.tensors,
+    )
+    if ROPE_DIVISORS in file.tensors:
+        divisors = tuple(file.tensor(ROPE_DIVISORS).float().tolist())
+        config = replace(config, rope=replace(config.rope, divisors=divisors))
+    paired = file.metadata["general.architecture"] == "llama"
+    heads = (config.num_heads, config.num_kv_heads) if paired else None
+    return LoadedModel(
+        config=config,
+        model=Decoder(config, GgufWeights(file, heads), device, kernels),
+        digest=_digest(config, files_digest((path,), {path: file.header()})),
+    )
+
+
+def _gguf_file(path: Path) -> Path | None:
+    """The GGUF file to load, if that is the format of the model."""
+    if path.suffix == ".gguf" and path.is_file():
+        return path
+    if not path.is_dir():
+        raise ModelError(f"{path}: no such model folder")
+    found = sorted(path.glob("*.gguf"))
+    if not found:
+        return None
+    if len(found) > 1:
+        raise ModelError(f"{path}: has {len(found)} GGUF files; exactly one is needed")
+    if any(path.glob("*.safetensors")):
+        raise ModelError(f"{path}: has safetensors and GGUF weights; remove one of them")
+    return found[0]
+
+
+def _read_json(path: Path, *, required: bool) -> Mapping[str, Any]:
+    if not required and not path.exists():
+        return {}
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path}: must hold a JSON object")
+    return content
+
+
+def _digest(config: ModelConfig, files: bytes) -> str:
+    """Leaves out what does not change keys and values."""
+    fields = asdict(replace(config, max_model_len=0, eos_token_ids=(), bos_token_id=None))
+    description = json.dumps(fields, sort_keys=True, default=str)
+    return hashlib.sha256(description.encode() + files).hexdigest()

@@ -1,0 +1,108 @@
+"""Sampling parameters are checked when they are written down."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from quire import SamplingParams
+from quire.errors import InvalidRequest, NotSupported, QuireError
+
+
+def test_nothing_given_leaves_everything_to_the_model() -> None:
+    params = SamplingParams()
+    assert dataclasses.asdict(params) == {
+        "temperature": None,
+        "top_p": None,
+        "top_k": None,
+        "seed": None,
+        "max_tokens": None,
+        "ignore_eos": False,
+        "stop": (),
+    }
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"temperature": 0},
+        {"temperature": 1e6},
+        {"top_p": 1},
+        {"top_p": 1e-6},
+        {"top_k": 0},
+        {"seed": 0},
+        {"seed": 2**64 - 1},
+        {"max_tokens": 1},
+        {"stop": ["x" * 256] * 16},
+    ],
+)
+def test_limits_are_inside(values: dict[str, Any]) -> None:
+    params = SamplingParams(**values)
+    ((name, value),) = values.items()
+    assert getattr(params, name) == (tuple(value) if name == "stop" else value)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"temperature": -0.1}, "temperature: must be finite and >= 0, got -0.1"),
+        ({"temperature": float("nan")}, "temperature: must be finite and >= 0, got nan"),
+        ({"temperature": float("inf")}, "temperature: must be finite and >= 0, got inf"),
+        ({"temperature": 1e39}, "temperature: must be finite and >= 0, got 1e+39"),
+        ({"temperature": "1"}, "temperature: must be a number, got '1'"),
+        ({"temperature": True}, "temperature: must be a number, got True"),
+        ({"top_p": 0}, "top_p: must be in (0, 1], got 0"),
+        ({"top_p": 1.01}, "top_p: must be in (0, 1], got 1.01"),
+        ({"top_k": -1}, "top_k: must be >= 0 (0 keeps all tokens), got -1"),
+        ({"top_k": 1.5}, "top_k: must be a whole number, got 1.5"),
+        ({"seed": -1}, "seed: must be from 0 to 2**64 - 1, got -1"),
+        ({"seed": 2**64}, "seed: must be from 0 to 2**64 - 1, got 18446744073709551616"),
+        ({"max_tokens": 0}, "max_tokens: must be >= 1, got 0"),
+        ({"max_tokens": False}, "max_tokens: must be a whole number, got False"),
+        ({"ignore_eos": "no"}, "ignore_eos: must be true or false, got 'no'"),
+        ({"stop": [""]}, "stop: must be 1 to 256 characters each, got 0"),
+        ({"stop": "x" * 257}, "stop: must be 1 to 256 characters each, got 257"),
+        ({"stop": ["x"] * 17}, "stop: must be at most 16 strings, got 17"),
+        ({"stop": [1]}, "stop: must be strings, got 1"),
+    ],
+)
+def test_what_is_out_of_range_is_named(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        SamplingParams(**values)
+    assert str(caught.value) == message
+    assert caught.value.field == next(iter(values))
+
+
+def test_one_stop_string_may_be_given_as_it_is() -> None:
+    assert SamplingParams(stop="END").stop == ("END",)
+
+
+def test_keywords_from_outside() -> None:
+    assert SamplingParams.from_mapping({"top_k": 3, "stop": ["a"]}) == SamplingParams(
+        top_k=3, stop=("a",)
+    )
+
+
+@pytest.mark.parametrize("name", ["n", "min_p", "logprobs", "presence_penalty", "logit_bias"])
+def test_keywords_of_later_versions_are_refused_by_name(name: str) -> None:
+    with pytest.raises(NotSupported, match=rf"^{name} \(.+\) is not available in this version$"):
+        SamplingParams.from_mapping({"seed": 1, name: 2})
+
+
+def test_unknown_keywords_are_refused_by_name() -> None:
+    with pytest.raises(
+        InvalidRequest, match=r"^top_q: is no sampling parameter; known: ignore_eos"
+    ):
+        SamplingParams.from_mapping({"top_q": 1})
+    with pytest.raises(TypeError, match="top_q"):
+        SamplingParams(top_q=1)  # type: ignore[call-arg]  # that is the test
+
+
+def test_they_cannot_be_changed() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        SamplingParams().seed = 1  # type: ignore[misc]  # that is the test
+
+
+def test_a_wrong_value_is_a_value_error_too() -> None:
+    assert issubclass(InvalidRequest, ValueError)
+    assert issubclass(InvalidRequest, QuireError)
