@@ -40,7 +40,7 @@ class GetLoadsResponse(_message.Message):
     def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., accepted: _Optional[int] = ..., ended: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerLoad, _Mapping]]] = ..., counters: _Optional[_Union[SchedulerCounters, _Mapping]] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("worker_id", "epoch", "running", "blocks_total", "blocks_free", "blocks_evictable", "steps", "steps_in_flight")
+    __slots__ = ("worker_id", "epoch", "running", "blocks_total", "blocks_free", "blocks_evictable", "steps", "steps_in_flight", "timings")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
@@ -49,6 +49,7 @@ class WorkerLoad(_message.Message):
     BLOCKS_EVICTABLE_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     STEPS_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    TIMINGS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     epoch: int
     running: int
@@ -57,7 +58,24 @@ class WorkerLoad(_message.Message):
     blocks_evictable: int
     steps: int
     steps_in_flight: int
-    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., running: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_free: _Optional[int] = ..., blocks_evictable: _Optional[int] = ..., steps: _Optional[int] = ..., steps_in_flight: _Optional[int] = ...) -> None: ...
+    timings: LinkTimings
+    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., running: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_free: _Optional[int] = ..., blocks_evictable: _Optional[int] = ..., steps: _Optional[int] = ..., steps_in_flight: _Optional[int] = ..., timings: _Optional[_Union[LinkTimings, _Mapping]] = ...) -> None: ...
+
+class LinkTimings(_message.Message):
+    __slots__ = ("steps", "link_us_p50", "link_us_p99", "execute_us_p50", "execute_us_p99", "idle_us_p50")
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    LINK_US_P50_FIELD_NUMBER: _ClassVar[int]
+    LINK_US_P99_FIELD_NUMBER: _ClassVar[int]
+    EXECUTE_US_P50_FIELD_NUMBER: _ClassVar[int]
+    EXECUTE_US_P99_FIELD_NUMBER: _ClassVar[int]
+    IDLE_US_P50_FIELD_NUMBER: _ClassVar[int]
+    steps: int
+    link_us_p50: int
+    link_us_p99: int
+    execute_us_p50: int
+    execute_us_p99: int
+    idle_us_p50: int
+    def __init__(self, steps: _Optional[int] = ..., link_us_p50: _Optional[int] = ..., link_us_p99: _Optional[int] = ..., execute_us_p50: _Optional[int] = ..., execute_us_p99: _Optional[int] = ..., idle_us_p50: _Optional[int] = ...) -> None: ...
 
 class SchedulerCounters(_message.Message):
     __slots__ = ("steps", "mixed_steps", "chunked_prefills", "preemptions", "requeues", "recomputed_tokens", "prefix_query_tokens", "prefix_hit_tokens", "prompt_tokens", "generation_tokens", "discarded_rows")

@@ -6,7 +6,8 @@ without the attached workers' limits (those the core checks).
 
 import math
 import secrets
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
@@ -37,6 +38,7 @@ from services.scheduler.core.plan import (
     WorkerSpec,
 )
 from services.scheduler.hashing import chain_root
+from services.scheduler.link_timings import LinkTimings, StepTimings
 from services.scheduler.outbox import Delivery, End
 
 PROTOCOL_MAJOR = 1
@@ -341,20 +343,26 @@ def step_message(plan: StepPlan) -> worker_pb2.AttachResponse:
     )
 
 
-def parse_result(message: worker_pb2.StepResult) -> StepResult:
-    """A result from the wire.
+def parse_result(message: worker_pb2.StepResult) -> tuple[StepResult, StepTimings]:
+    """A result from the wire, and where its time went.
 
     Raises:
         ServiceError: the columns are malformed.
     """
     refuse_unknown_fields(message)
-    return StepResult(
+    result = StepResult(
         epoch=message.epoch,
         step_id=message.step_id,
         counts=np.frombuffer(message.counts, np.uint8),
         token_ids=_column(message.token_ids, "result.token_ids"),
         failures=tuple(RowFailure(slot=e.slot, message=e.message) for e in message.errors),
     )
+    timings = StepTimings(
+        wait_us=message.timings.wait_us,
+        execute_us=message.timings.execute_us,
+        idle_us=message.timings.idle_us,
+    )
+    return result, timings
 
 
 def worker_goodbye(reason: str) -> worker_pb2.AttachResponse:
@@ -373,8 +381,10 @@ def _check_major(major: int) -> None:
 # Facts
 
 
-def loads_response(loads: Loads) -> info_pb2.GetLoadsResponse:
-    """Gauges and counters for the wire."""
+def loads_response(
+    loads: Loads, timings: Mapping[str, LinkTimings | None]
+) -> info_pb2.GetLoadsResponse:
+    """Gauges and counters for the wire, with the timings of the links by worker id."""
     counters = loads.counters
     return info_pb2.GetLoadsResponse(
         running=loads.running,
@@ -391,6 +401,7 @@ def loads_response(loads: Loads) -> info_pb2.GetLoadsResponse:
                 blocks_evictable=worker.blocks_evictable,
                 steps=worker.steps,
                 steps_in_flight=worker.steps_in_flight,
+                timings=_timings_message(timings[worker.worker_id]),
             )
             for worker in loads.workers
         ],
@@ -408,3 +419,7 @@ def loads_response(loads: Loads) -> info_pb2.GetLoadsResponse:
             discarded_rows=counters.discarded_rows,
         ),
     )
+
+
+def _timings_message(timings: LinkTimings | None) -> info_pb2.LinkTimings | None:
+    return None if timings is None else info_pb2.LinkTimings(**asdict(timings))

@@ -30,6 +30,7 @@ from services.scheduler.core.plan import (
     WorkerSpec,
 )
 from services.scheduler.core.scheduler import Scheduler
+from services.scheduler.link_timings import LinkTimings, StepTimings, TimingWindow
 from services.scheduler.outbox import Outbox, StreamIds
 
 log = logging.getLogger(__name__)
@@ -53,6 +54,7 @@ class WorkerLink:
         self.model = model
         self.end_reason: str | None = None
         """Set once the loop has let go of the worker."""
+        self.timings = TimingWindow()
         self._steps: deque[StepPlan] = deque()  # at most max_in_flight: the core plans no more
         self._news = asyncio.Event()
 
@@ -155,6 +157,10 @@ class EngineLoop:
         """Gauges and counters."""
         return self._core.loads()
 
+    def timings(self) -> dict[str, LinkTimings | None]:
+        """How the links' recent steps spent their time, by worker id."""
+        return {worker_id: link.timings.summary() for worker_id, link in self._links.items()}
+
     # Callers
 
     @contextlib.asynccontextmanager
@@ -237,17 +243,20 @@ class EngineLoop:
         self._post(act)
         return await taken
 
-    def result(self, link: WorkerLink, result: StepResult) -> None:
+    def result(self, link: WorkerLink, result: StepResult, timings: StepTimings) -> None:
         """Posts the answer to a step."""
+        received = _now()
 
         def act(now: int) -> Events | None:
             if link.end_reason is not None:
                 return None  # a late answer of an attachment that is over
             try:
-                return self._core.apply(link.spec.worker_id, result)
+                events = self._core.apply(link.spec.worker_id, result)
             except LinkFault as fault:
                 self._lose(link, f"protocol fault: {fault}", now)
                 return None
+            link.timings.answered(timings, received)
+            return events
 
         self._post(act)
 
@@ -277,6 +286,7 @@ class EngineLoop:
     def _execute(self, link: WorkerLink) -> None:
         """Plans steps until enough are open; the link's writer sends them."""
         while (step := self._core.plan(link.spec.worker_id)) is not None:
+            link.timings.sent(_now())
             link.put(step)
 
     def _deliver(self, events: Events | None) -> None:

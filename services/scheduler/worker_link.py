@@ -59,7 +59,8 @@ class WorkerLinkServicer(worker_pb2_grpc.WorkerLinkServiceServicer):
             refuse_unknown_fields(message)
             kind = message.WhichOneof("message")
             if kind == "result":
-                self._loop.result(link, codec.parse_result(message.result))
+                result, timings = codec.parse_result(message.result)
+                self._loop.result(link, result, timings)
             elif kind == "bye":
                 self._loop.lost(link, f"it said goodbye: {message.bye.reason}")
                 return

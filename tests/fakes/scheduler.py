@@ -139,6 +139,7 @@ class FakeScheduler(token_pb2_grpc.TokenServiceServicer):
         self.limits = limits
         self.autopilot = autopilot
         self.protocol_major = 1
+        self.welcomes = True
         self.sessions: list[FakeSession] = []
         self.submissions: asyncio.Queue[Submission] = asyncio.Queue()
         self._changed = asyncio.Condition()
@@ -149,6 +150,10 @@ class FakeScheduler(token_pb2_grpc.TokenServiceServicer):
         token_pb2_grpc.add_TokenServiceServicer_to_server(self, self._server)
         self._server.add_insecure_port(self.address)
         await self._server.start()
+
+    @property
+    def runs(self) -> bool:
+        return self._server is not None
 
     async def die(self) -> None:
         """Ends as a killed process does: every stream is cut."""
@@ -175,6 +180,9 @@ class FakeScheduler(token_pb2_grpc.TokenServiceServicer):
         context: grpc.aio.ServicerContext,
     ) -> AsyncIterator[token_pb2.SessionResponse]:
         first = await anext(request_iterator)
+        if not self.welcomes:
+            await anext(request_iterator, None)
+            return
         session = FakeSession(hello=first.hello)
         yield token_pb2.SessionResponse(
             welcome=token_pb2.Welcome(

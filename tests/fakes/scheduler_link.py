@@ -11,7 +11,8 @@ Nothing is decided here: the test says what is sent, and sees everything that ar
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+import hashlib
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,14 @@ def u32(values: Sequence[int]) -> bytes:
 def ids(packed: bytes) -> list[int]:
     """The numbers of a packed column."""
     return np.frombuffer(packed, dtype="<u4").tolist()
+
+
+def block_table_digest(tables: Mapping[int, Sequence[int]]) -> int:
+    """Of block ids by slot, as the contract defines it."""
+    numbers = [
+        number for slot in sorted(tables) for number in (slot, len(tables[slot]), *tables[slot])
+    ]
+    return int.from_bytes(hashlib.sha256(u32(numbers)).digest()[:8], "little")
 
 
 def step(

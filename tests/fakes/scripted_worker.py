@@ -89,6 +89,7 @@ class ScriptedWorker:
             step_id=step.step_id,
             counts=bytes(slot in sampling for slot in slots),
             token_ids=np.array([self._token(slot) for slot in sampling], "<u4").tobytes(),
+            timings=worker_pb2.StepTimings(wait_us=100, execute_us=900, idle_us=10),
         )
         for name, value in changes.items():
             setattr(result, name, value)

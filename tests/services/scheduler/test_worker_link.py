@@ -56,7 +56,11 @@ async def test_two_steps_are_in_flight(scheduler: Running) -> None:
         released = await worker.step()
         assert column(released.released_slots) == [column(first.slots)[0]]
         assert not released.slots, "a step by length costs no extra row"
-        await scheduler.quiesced()
+        loads = await scheduler.quiesced()
+        timings = loads.workers[0].timings
+        assert timings.steps == 4
+        assert timings.link_us_p99 >= timings.link_us_p50 > 0
+        assert timings.execute_us_p50 == 900
 
 
 async def test_rows_planned_before_a_stop_was_known_are_discarded(scheduler: Running) -> None:
