@@ -153,7 +153,12 @@ async def test_a_failed_row_ends_its_request_alone(scheduler: Running) -> None:
             step = await worker.step()
         slots = column(step.slots)
         sampling = worker.samples(step)
-        victim = slots[-1]
+        victim = next(
+            new.slot
+            for earlier in worker.steps
+            for new in earlier.new_requests
+            if column(new.token_ids)[0] == 8
+        )
         result = worker_pb2.StepResult(
             epoch=step.epoch,
             step_id=step.step_id,
