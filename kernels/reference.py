@@ -53,6 +53,7 @@ class ReferenceKVCache:
             shape = CacheShape(
                 num_kv_heads=self.spec.num_kv_heads,
                 block_size=self.spec.block_size,
+                block_bytes=self.spec.bytes_per_block // (2 * self.spec.num_layers),
                 stride=self.num_blocks + 1,
                 null_block=self.num_blocks,
             )

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from kernels.interface import AttentionBatch
 
-_MAX_GROUP_BLOCKS = 1024
-"""Blocks fetched at once: few enough that the copy is still in a processor cache when used."""
+_MAX_GROUP_BYTES = 6 * 2**20
+"""Keys fetched at once: few enough that the copy is still in a processor cache when used."""
 
-_MAX_PADDED_BLOCKS = 32
+_MAX_PADDED_BYTES = 2**19
 """Padding of a group that costs about as much as one more group."""
 
 
@@ -63,10 +63,18 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheShape:
-    """What a plan must know of the cache: `stride` is blocks per head, `null_block` holds zeros."""
+    """What a plan must know of the cache.
+
+    Attributes:
+        block_size: tokens per block.
+        block_bytes: of the keys of one block, all heads, one layer.
+        stride: blocks per head.
+        null_block: a block of zeros.
+    """
 
     num_kv_heads: int
     block_size: int
+    block_bytes: int
     stride: int
     null_block: int
 
@@ -115,12 +123,14 @@ class _Planner:
     def grouped(self, decodes: int) -> list[list[int]]:
         """Puts the leading rows of similar length together, each group in batch order."""
         widths = [self._end_block(row) - self._first_block(row) for row in range(decodes)]
+        most_blocks = _MAX_GROUP_BYTES // self._shape.block_bytes
+        most_padding = _MAX_PADDED_BYTES // self._shape.block_bytes
         groups: list[list[int]] = []
         width = padded = 0
         for row in sorted(range(decodes), key=lambda row: (-widths[row], row)):
             missing = width - widths[row]
             size = (len(groups[-1]) + 1) * width if groups else 0
-            if groups and size <= _MAX_GROUP_BLOCKS and padded + missing <= _MAX_PADDED_BLOCKS:
+            if groups and size <= most_blocks and padded + missing <= most_padding:
                 groups[-1].append(row)
                 padded += missing
             else:

@@ -14,11 +14,12 @@ from services.chassis.logs import configure_logs
 from services.chassis.process import StartupError, run_process, settle_memory
 from services.chassis.server import GrpcServer
 from services.worker.engine import Engine, StartUp, load_engine
-from services.worker.link import LinkOptions, SchedulerLink
-from services.worker.machine import Machine, claim_name
+from services.worker.link import SchedulerLink
+from services.worker.machine import ClaimedName, Machine, claim_name
 from services.worker.model_thread import ModelThread
 from services.worker.plan import Registration
 from services.worker.settings import WorkerSettings, read_settings
+from services.worker.stream import LinkOptions
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ async def serve(stopping: asyncio.Event) -> None:
     settings = read_settings(sys.argv[1:], os.environ)
     configure_logs("worker", settings.log_level)
     located = _located(settings.model)
+    log.info("loading %s from %s", located.name, located.path)
 
     server = GrpcServer([WORKER_LINK_SERVICE])
     await server.start(settings.listen)
@@ -59,16 +61,17 @@ async def serve(stopping: asyncio.Event) -> None:
         )
         if engine is not None:
             settle_memory()
-            claimed = claim_name(socket.gethostname())
+            # Held until the end; a name given by the user is the user's to keep unique.
+            claimed = None if settings.worker_id else claim_name(socket.gethostname())
             link = SchedulerLink(
                 LinkOptions(
                     target=settings.scheduler,
-                    registration=_registration(settings, located, engine, claimed.name),
+                    registration=_registration(settings, located, engine, claimed),
                     drain_timeout_s=settings.drain_timeout,
                 ),
                 make_executor=engine.attach,
                 thread=thread,
-                on_attached=Readiness(server, start_up).attached,
+                on_ready=Readiness(server, start_up).set,
             )
             await link.run(stopping)
     finally:
@@ -80,7 +83,7 @@ async def serve(stopping: asyncio.Event) -> None:
 
 
 class Readiness:
-    """Healthy while attached; the first time also the end of the start.
+    """Healthy while steps are taken; the first time is also the end of the start.
 
     Args:
         server: whose health it is.
@@ -91,20 +94,20 @@ class Readiness:
         self._server = server
         self._start_up: StartUp | None = start_up
 
-    async def attached(self, now: bool) -> None:
-        """The worker is attached now, or is not any more."""
-        await self._server.set_ready(now)
-        if now and self._start_up is not None:
+    async def set(self, ready: bool) -> None:
+        """Steps are taken from now on, or are not any more."""
+        await self._server.set_ready(ready)
+        if ready and self._start_up is not None:
             self._start_up.end_of("register")
             log.info("ready after %s", self._start_up)
             self._start_up = None
 
 
 def _registration(
-    settings: WorkerSettings, located: LocatedModel, engine: Engine, default_id: str
+    settings: WorkerSettings, located: LocatedModel, engine: Engine, claimed: ClaimedName | None
 ) -> Registration:
     return Registration(
-        worker_id=settings.worker_id or default_id,
+        worker_id=claimed.name if claimed else settings.worker_id or "",
         instance_id=uuid.uuid4().hex,
         model=settings.served_model_name or located.name,
         model_digest=engine.loaded.digest,

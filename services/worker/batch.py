@@ -53,7 +53,8 @@ def gather(rows: RequestRows, plan: StepPlan, device: torch.device) -> StepBatch
     known = rows.known[slots]
     sampling = np.flatnonzero(ends == known)
 
-    order = _decode_first(counts)
+    max_query_len = int(counts.max())
+    order = None if max_query_len == 1 else _decode_first(counts)
     in_order = slots if order is None else slots[order]
     query_ends = np.cumsum(counts if order is None else counts[order])
     token_slots, positions = _tokens(
@@ -73,8 +74,8 @@ def gather(rows: RequestRows, plan: StepPlan, device: torch.device) -> StepBatch
             seq_lens=_tensor((ends if order is None else ends[order]).astype(np.int32), device),
             slot_mapping=_tensor(_cache_slots(rows, token_slots, positions), device),
             block_tables=_tensor(rows.block_table[in_order, :width], device),
-            num_decode_rows=int(np.count_nonzero(counts == 1)),
-            max_query_len=int(counts.max()),
+            num_decode_rows=len(slots) if order is None else int(np.count_nonzero(counts == 1)),
+            max_query_len=max_query_len,
             max_seq_len=longest,
         ),
         logits_rows=_tensor(last_token[sampling], device),
@@ -92,10 +93,9 @@ def gather(rows: RequestRows, plan: StepPlan, device: torch.device) -> StepBatch
     )
 
 
-def _decode_first(counts: Column) -> Column | None:
-    """Stable permutation that puts rows with one token first; None if they all have one."""
-    longer = counts != 1
-    return np.argsort(longer, kind="stable") if longer.any() else None
+def _decode_first(counts: Column) -> Column:
+    """Stable permutation that puts rows with one token first."""
+    return np.argsort(counts != 1, kind="stable")
 
 
 def _tokens(slots: Column, starts: Column, query_ends: Column) -> tuple[Column, Column]:

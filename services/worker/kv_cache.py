@@ -153,11 +153,11 @@ def choose_num_blocks(size_bytes: int, spec: KVCacheSpec, max_model_len: int) ->
     """
     num_blocks = size_bytes // spec.bytes_per_block
     needed = -(-max_model_len // spec.block_size)
-    needed_text = _mib(needed * spec.bytes_per_block)
+    needed_text = _size(needed * spec.bytes_per_block)
     if num_blocks < 1:
         raise StartupError(
-            f"kv cache: {_mib(size_bytes)} does not hold one block of {spec.block_size} tokens "
-            f"({_mib(spec.bytes_per_block)}); --kv-cache-memory {needed_text} would hold "
+            f"kv cache: {_size(size_bytes)} does not hold one block of {spec.block_size} tokens "
+            f"({_size(spec.bytes_per_block)}); --kv-cache-memory {needed_text} would hold "
             f"max_model_len {max_model_len}"
         )
     if num_blocks < needed:
@@ -208,5 +208,7 @@ def _profile_row(slot: int, length: int) -> NewRow:
     )
 
 
-def _mib(size_bytes: int) -> str:
-    return f"{max(0, size_bytes) / _MIB:.1f}MiB"
+def _size(size_bytes: int) -> str:
+    """Rounded up, so that a size named to the user is enough."""
+    unit, name = (_MIB, "MiB") if size_bytes >= _MIB else (1024, "KiB")
+    return f"{-(-max(0, size_bytes) // unit)}{name}"

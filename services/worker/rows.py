@@ -82,7 +82,7 @@ class RequestRows:
         self._check_in_use("slots", plan.slots)
         if plan.new_rows:
             self._check_planned(plan)
-        if plan.num_new_blocks.any():
+        if plan.new_block_ids.size:
             self._append_blocks(plan)
         if self._attachment.check_block_tables:
             self._check_digest(plan.block_table_digest)

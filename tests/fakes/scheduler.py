@@ -210,9 +210,7 @@ class FakeScheduler(token_pb2_grpc.TokenServiceServicer):
                 case "abort":
                     session.aborts.append(message.abort.stream_id)
                 case "finish":
-                    session.finishes.append(
-                        (message.finish.stream_id, message.finish.kept_tokens)
-                    )
+                    session.finishes.append((message.finish.stream_id, message.finish.kept_tokens))
                 case "bye":
                     session.said_goodbye = True
             async with self._changed:

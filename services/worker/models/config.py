@@ -78,6 +78,9 @@ class ModelConfig:
     dtype: torch.dtype
 
 
+_MOST_LAYERS = 4096
+"""More are a damaged file."""
+
 SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
 
 _CHANGES_NUMBERS = re.compile(
@@ -108,7 +111,7 @@ def read_hf_config(
     fields = _Fields(raw, "config.json")
     architecture = _architecture(raw)
     _refuse_unbuilt(raw, architecture)
-    num_layers = fields.positive("num_hidden_layers")
+    num_layers = fields.positive("num_hidden_layers", most=_MOST_LAYERS)
     num_heads = fields.positive("num_attention_heads")
     hidden_size = fields.positive("hidden_size")
     head_dim = fields.positive("head_dim", _head_dim(hidden_size, num_heads))
@@ -168,7 +171,7 @@ def read_gguf_config(
     fields = _Fields(metadata, "GGUF metadata")
     if fields.get(f"{arch}.expert_count", int, 0):
         raise ModelError(f"GGUF metadata: {arch}.expert_count: expert models are not supported")
-    num_layers = fields.positive(f"{arch}.block_count")
+    num_layers = fields.positive(f"{arch}.block_count", most=_MOST_LAYERS)
     num_heads = fields.positive(f"{arch}.attention.head_count")
     hidden_size = fields.positive(f"{arch}.embedding_length")
     head_dim = fields.positive(f"{arch}.attention.key_length", _head_dim(hidden_size, num_heads))
@@ -227,10 +230,10 @@ class _Fields:
             raise ModelError(f"{self._source}: {name} must be {kind.__name__}, got {value!r}")
         return value
 
-    def positive(self, name: str, default: int | None = None) -> int:
+    def positive(self, name: str, default: int | None = None, most: int = 2**31 - 1) -> int:
         value = self.get(name, int, default)
-        if value < 1:
-            raise ModelError(f"{self._source}: {name} must be >= 1, got {value}")
+        if not 1 <= value <= most:
+            raise ModelError(f"{self._source}: {name} must be in 1..{most}, got {value}")
         return value
 
 

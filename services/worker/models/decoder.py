@@ -13,7 +13,14 @@ from torch.nn import functional
 from kernels.interface import AttentionBatch, KernelSet, KVCache
 from kernels.linear import Linear, prepare_linear
 from services.worker.models.config import ModelConfig
-from services.worker.models.layers import Attention, DecoderLayer, Mlp, RotaryTable, Step
+from services.worker.models.layers import (
+    Attention,
+    DecoderLayer,
+    Mlp,
+    Step,
+    rotary_angles,
+    rotary_frequencies,
+)
 from services.worker.models.weights import Weights
 
 _EMBEDDING = "model.embed_tokens.weight"
@@ -70,7 +77,7 @@ class Decoder:
         self._layers = [loader.layer(index) for index in range(config.num_layers)]
         self._norm = loader.tensor(_FINAL_NORM)
         self._head = loader.head(self._embedding)
-        self._rotary = RotaryTable(config.rope, config.head_dim, config.max_model_len, device)
+        self._frequencies = rotary_frequencies(config.rope, config.head_dim).to(device)
 
     @torch.inference_mode()
     def forward(
@@ -82,7 +89,7 @@ class Decoder:
         logits_rows: Tensor,
     ) -> Tensor:
         """See CausalLM."""
-        cos, sin = self._rotary.at(positions)
+        cos, sin = rotary_angles(positions, self._frequencies)
         step = Step(cache=cache, batch=batch, cos=cos, sin=sin)
         hidden = functional.embedding(input_ids, self._embedding)
         for layer in self._layers[:-1]:

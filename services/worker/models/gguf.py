@@ -85,7 +85,7 @@ class GgufFile:
         self._at = 0
         try:
             self._read_header()
-        except (struct.error, UnicodeDecodeError) as error:
+        except (struct.error, OverflowError, UnicodeDecodeError) as error:
             raise ModelError(f"{path}: damaged or cut short within its header") from error
 
     def header(self) -> bytes:
@@ -280,10 +280,8 @@ def _q8_0(blocks: Tensor) -> Tensor:
 
 def _nibbles(packed: Tensor) -> Tensor:
     """float32 [blocks, 32] from uint8 [blocks, 16]: the low halves first, then the high ones."""
-    values = torch.empty(packed.shape[0], 2, packed.shape[1])
-    values[:, 0] = packed & 15
-    values[:, 1] = packed >> 4
-    return values.view(packed.shape[0], -1)
+    packed = packed.contiguous()
+    return torch.stack((packed & 15, packed >> 4), dim=1).view(packed.shape[0], -1).float()
 
 
 _FLOATS = {

@@ -1,4 +1,4 @@
-"""The parts of a decoder layer: attention, MLP, rotary table. Plain objects over prepared weights.
+"""The parts of a decoder layer: attention, MLP, rotary embedding. Objects over prepared weights.
 
 They know the kernel set and the KV cache through `kernels.interface` alone, and nothing of files.
 """
@@ -138,30 +138,13 @@ class DecoderLayer:
         return hidden
 
 
-class RotaryTable:
-    """Cosines and sines of every position.
-
-    Args:
-        rope: kind and base of the frequencies.
-        head_dim: rotated dimensions of a head.
-        max_positions: positions are below it.
-        device: where the table lies.
-    """
-
-    def __init__(
-        self, rope: RopeConfig, head_dim: int, max_positions: int, device: torch.device
-    ) -> None:
-        positions = torch.arange(max_positions, dtype=torch.float32)
-        angles = torch.outer(positions, frequencies(rope, head_dim))
-        self._cos = angles.cos().to(device)
-        self._sin = angles.sin().to(device)
-
-    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines, float32 [tokens, head_dim / 2], of int64 positions [tokens]."""
-        return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
+def rotary_angles(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines, float32 [tokens, head_dim / 2], of int64 positions [tokens]."""
+    angles = torch.outer(positions.float(), frequencies)
+    return angles.cos(), angles.sin()
 
 
-def frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
+def rotary_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     """float32 [head_dim / 2], radians per position.
 
     The "llama3" rule: wavelengths up to `original_max_positions / high_freq_factor` are kept, those

@@ -94,7 +94,12 @@ def _load_gguf(
         tied="output.weight" not in file.tensors,
     )
     if ROPE_DIVISORS in file.tensors:
-        divisors = tuple(file.tensor(ROPE_DIVISORS).float().tolist())
+        divisors = tuple(file.tensor(ROPE_DIVISORS).float().flatten().tolist())
+        if len(divisors) != config.head_dim // 2:
+            raise ModelError(
+                f"{path}: tensor {ROPE_DIVISORS} has {len(divisors)} values, "
+                f"the head size asks for {config.head_dim // 2}"
+            )
         config = replace(config, rope=replace(config.rope, divisors=divisors))
     paired = file.metadata["general.architecture"] == "llama"
     heads = (config.num_heads, config.num_kv_heads) if paired else None

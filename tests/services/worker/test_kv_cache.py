@@ -114,7 +114,7 @@ def test_blocks_fill_the_pool(caplog):
 @pytest.mark.parametrize("size", [-5, 0, 8191])
 def test_a_pool_without_a_block_says_what_would_do(size):
     assert SPEC.bytes_per_block == 8192
-    with pytest.raises(StartupError, match=r"does not hold one block .*--kv-cache-memory 4\.0MiB"):
+    with pytest.raises(StartupError, match=r"does not hold one block .*--kv-cache-memory 4MiB"):
         choose_num_blocks(size, SPEC, 8192)
 
 

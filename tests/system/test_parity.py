@@ -1,0 +1,65 @@
+"""The whole system gives the token ids of an independent implementation.
+
+All prompts at once, each twice, through tokenizer, scheduler and worker processes, with chunked
+prefill, prefix hits, and a KV cache so small that requests are preempted.
+"""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from quire.params import SamplingParams
+from tests.system.conftest import running_system
+
+REFERENCE = Path(__file__).parents[1] / "reference" / "smollm2_greedy.json"
+
+NEAR_TIE = 1e-3
+"""Where the two highest logits are this close, the order of additions may decide."""
+
+pytestmark = [pytest.mark.system, pytest.mark.demo_model, pytest.mark.timeout(420)]
+
+
+def first_difference(output: Sequence[int], wanted: Sequence[int]) -> int | None:
+    for position, (got, expected) in enumerate(zip(output, wanted, strict=False)):
+        if got != expected:
+            return position
+    return None if len(output) == len(wanted) else min(len(output), len(wanted))
+
+
+async def test_token_ids_equal_the_reference_under_pressure() -> None:
+    reference = json.loads(REFERENCE.read_text())
+    cases = reference["cases"]
+    lengths = sorted(len(case["prompt"]) for case in cases)
+    assert len(cases) >= 64
+    assert sum(1000 <= length <= 2000 for length in lengths) >= 4
+    params = SamplingParams(temperature=0.0, max_tokens=reference["max_new_tokens"])
+    # 192 blocks of 16 tokens, 720 KiB each: hardly more than the longest prompt needs.
+    worker = ("--kv-cache-memory=138240KiB", "--max-num-seqs=48", "--max-num-batched-tokens=256")
+    async with running_system({"worker": worker}) as system:
+        completions = await asyncio.gather(
+            *(system.client.complete(case["prompt"], params) for case in (*cases, *cases))
+        )
+        loads = await system.loads()
+    exact = 0
+    for case, completion in zip((*cases, *cases), completions, strict=True):
+        position = first_difference(completion.token_ids, case["output"])
+        if position is None:
+            exact += 1
+            assert completion.finish_reason == case["finish"]
+            continue
+        assert case["gaps"][position] <= NEAR_TIE, (
+            f"prompt of {len(case['prompt'])} tokens differs at {position}, "
+            f"where the two highest logits are {case['gaps'][position]} apart"
+        )
+    counters = loads.counters
+    print(f"{exact} of {2 * len(cases)} exact;", str(counters).replace("\n", " "))
+    assert counters.preemptions > 0
+    assert counters.prefix_hit_tokens > 0
+    assert counters.mixed_steps > 0
+    assert counters.chunked_prefills > 0
+    (worker_load,) = loads.workers
+    assert worker_load.blocks_free + worker_load.blocks_evictable == worker_load.blocks_total
+    assert (loads.running, loads.waiting) == (0, 0)
