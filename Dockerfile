@@ -26,17 +26,26 @@ WORKDIR /src
 RUN python -m venv /opt/quire
 # `wheels*` may match nothing: the folder is there only on machines that bring wheels along.
 COPY pyproject.toml constraints.txt README.md LICENSE wheels* /src/wheels/
-RUN mv wheels/pyproject.toml wheels/constraints.txt wheels/README.md wheels/LICENSE .
-COPY benchmarks benchmarks
-COPY kernels kernels
-COPY quire quire
-COPY services services
+RUN mv wheels/pyproject.toml wheels/constraints.txt wheels/README.md wheels/LICENSE . \
+ && mkdir benchmarks kernels quire services \
+ && touch benchmarks/__init__.py kernels/__init__.py quire/__init__.py services/__init__.py
 
+FROM scratch AS source
+COPY benchmarks /benchmarks
+COPY kernels /kernels
+COPY quire /quire
+COPY services /services
+
+# In both: first what others made, around empty packages, so that a change of ours installs only ours.
 FROM build AS build-slim
 RUN pip install -q --find-links wheels -c constraints.txt '.[tokenizer,scheduler]'
+COPY --from=source / ./
+RUN pip install -q --no-deps --force-reinstall .
 
 FROM build AS build-worker
 RUN pip install -q --find-links wheels -c constraints.txt '.[worker]'
+COPY --from=source / ./
+RUN pip install -q --no-deps --force-reinstall .
 
 FROM base AS slim
 COPY --from=build-slim /opt/quire /opt/quire

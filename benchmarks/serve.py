@@ -107,28 +107,35 @@ def report(levels: Sequence[Figures], info: ServerInfo, settings: dict[str, Any]
 
 
 def print_table(levels: Sequence[Figures], info: ServerInfo, console: Console) -> None:
-    """One row per level, then the reasons of failed requests."""
+    """Throughput per level, latencies per level, and the reasons of failed requests."""
     first = levels[0].load
-    table = Table(
-        title=f"{info.model}, {first.input_len} tokens in, {first.output_len} out",
-        title_justify="left",
-    )
-    for heading in ("streams", "requests", "failed", "output\ntok/s", "total\ntok/s"):
-        table.add_column(heading, justify="right")
-    for name in ("TTFT ms", "TPOT ms", "ITL ms"):
-        table.add_column(f"{name}\nmean / p50 / p90 / p99", justify="right")
+    title = f"{info.model}, {first.input_len} tokens in, {first.output_len} out"
+    throughput = _table("streams", "requests", "failed", "seconds", "output tok/s", "total tok/s")
+    latency = _table("streams", "ms", "mean", "p50", "p90", "p99")
     for level in levels:
-        table.add_row(
-            str(level.load.concurrency),
+        streams = str(level.load.concurrency)
+        throughput.add_row(
+            streams,
             str(level.completed + level.failed),
             str(level.failed),
+            f"{level.duration_s:.1f}",
             f"{level.output_tokens_per_s:.1f}",
             f"{level.total_tokens_per_s:.1f}",
-            *(_cell(spread) for spread in (level.ttft_ms, level.tpot_ms, level.itl_ms)),
         )
-    console.print(table)
+        spreads = (("TTFT", level.ttft_ms), ("TPOT", level.tpot_ms), ("ITL", level.itl_ms))
+        for name, spread in spreads:
+            latency.add_row(streams, name, *_cells(spread))
+        latency.add_section()
+    console.print(title, throughput, latency, sep="\n")
     for reason in dict.fromkeys(reason for level in levels for reason in level.errors):
         console.print(f"failed: {reason}", markup=False, highlight=False)
+
+
+def _table(*headings: str) -> Table:
+    table = Table()
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    return table
 
 
 async def _measure(args: argparse.Namespace, levels: list[Figures]) -> ServerInfo:
@@ -187,9 +194,9 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
         raise CommandError(f"cannot write {path}: {error.strerror}") from error
 
 
-def _cell(spread: Spread) -> str:
+def _cells(spread: Spread) -> list[str]:
     values = (spread.mean, spread.p50, spread.p90, spread.p99)
-    return " / ".join("-" if value is None else f"{value:.1f}" for value in values)
+    return ["-" if value is None else f"{value:.1f}" for value in values]
 
 
 def _levels(text: str) -> tuple[int, ...]:

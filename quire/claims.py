@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-_YOUNG_S = 10.0
+_YOUNG_S = 2.0
 """A folder this young may belong to a process that is about to claim it."""
 
 

@@ -36,6 +36,7 @@ PROGRAMS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 _DRAIN_ORDER = ("tokenizer", "scheduler", "worker")
 _TEXT_SERVICE, _TOKEN_SERVICE, _PROCESS = "quire.v1.TextService", "quire.v1.TokenService", ""
 
+_LONGEST_PARENT = 107 - len("/quire-xxxxxxxx/scheduler.sock")
 _POLL_S = 0.05
 _FOLLOW_S = 0.1
 _CHANNEL_OPTIONS = (
@@ -115,16 +116,20 @@ class LocalSet:
         self._processes: dict[str, _Process] = {}
         self._scope = contextlib.AsyncExitStack()
         self.target = ""
+        """Address of the tokenizer, once entered."""
+        self.scheduler = ""
+        """Address of the scheduler, once entered; a unix socket of this set."""
         self.phases: tuple[Phase, ...] = ()
 
     async def __aenter__(self) -> Self:
         config = self._config
         port = _free_port(config.host, config.port)
         self.target = _address(_dialled(config.host), port)
-        folder = self._scope.enter_context(claimed_folder(Path(tempfile.gettempdir()), "quire-"))
+        folder = self._scope.enter_context(claimed_folder(_run_parent(), "quire-"))
         try:
+            self.scheduler = f"unix://{folder}/scheduler.sock"
             await self._start(folder, port)
-            await self._watched(self._until_ready(f"unix://{folder}/scheduler.sock"))
+            await self._watched(self._until_ready(self.scheduler))
         except BaseException:
             await self._end()
             raise
@@ -154,7 +159,7 @@ class LocalSet:
 
     async def _start(self, folder: Path, port: int) -> None:
         config = self._config
-        socket_target = f"unix://{folder}/scheduler.sock"
+        socket_target = self.scheduler
         model = ("--model", str(config.model), "--served-model-name", config.served_model_name)
         flags = {
             "scheduler": ("--listen", socket_target),
@@ -265,6 +270,9 @@ class _Process:
     async def ended(self) -> NoReturn:
         """Waits for the end, which here is always too early."""
         code = await self.handle.wait()
+        if code == -signal.SIGKILL:
+            # What was logged last has nothing to do with it.
+            raise SetFailed(f"the {self.name} was killed by SIGKILL (is there enough memory?)")
         how = (
             f"ended with exit code {code}" if code >= 0 else f"was killed by {_signal_name(-code)}"
         )
@@ -302,6 +310,12 @@ async def _serving(target: str, service: str) -> None:
 
 async def _forever() -> None:
     await asyncio.get_running_loop().create_future()
+
+
+def _run_parent() -> Path:
+    """Where run folders go: the path of a socket may be 107 bytes long."""
+    usual = tempfile.gettempdir()
+    return Path(usual if len(os.fsencode(usual)) <= _LONGEST_PARENT else "/tmp")
 
 
 def _free_port(host: str, port: int) -> int:

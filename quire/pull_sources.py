@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Protocol
 
 import huggingface_hub
-from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
 from huggingface_hub.utils.tqdm import disable_progress_bars
 
 from quire.errors import PullFailed
@@ -71,7 +71,9 @@ def fetch_hub(repo: str, folder: Path, progress: Progress) -> None:
                 repo, revision=info.sha, allow_patterns=names, local_dir=folder
             )
     except (HfHubHTTPError, OSError, ValueError) as error:
-        raise PullFailed(f"{repo} could not be fetched from the hub: {_one_line(error)}") from error
+        raise PullFailed(
+            f"{repo} could not be fetched from the hub: {_hub_cause(error)}"
+        ) from error
     shutil.rmtree(folder / ".cache", ignore_errors=True)
 
 
@@ -251,6 +253,14 @@ def _bytes_under(folder: Path) -> int:
             except OSError:  # renamed or removed meanwhile
                 continue
     return total
+
+
+def _hub_cause(error: Exception) -> str:
+    if isinstance(error, GatedRepoError):
+        return "it is gated; accept its terms there and set HF_TOKEN"
+    if isinstance(error, RepositoryNotFoundError):
+        return "there is no such repository, or it is private (then set HF_TOKEN)"
+    return _one_line(error)
 
 
 def _pip_cause(stderr: str) -> str:

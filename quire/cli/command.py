@@ -72,15 +72,15 @@ class Entry:
         """Whether the modules it needs are installed; imports none of them."""
         return all(importlib.util.find_spec(module) is not None for module in self.needs)
 
-    def load(self) -> "Command | Group":
-        """Imports the command.
+    def load(self, typed: str = "") -> "Command | Group":
+        """Imports the command; `typed` is what the user typed for it, for the message.
 
         Raises:
             CommandError: its extra is not installed; names it.
         """
         if not self.available():
             raise CommandError(
-                f"quire {self.name} needs the extra [{self.extra}]; install it with: "
+                f"{typed or self.name} needs the extra [{self.extra}]; install it with: "
                 f"pip install 'quire-llm[{self.extra}]'"
             )
         module, _, attribute = self.target.partition(":")
@@ -147,8 +147,8 @@ def dispatch(prog: str, entries: Sequence[Entry], arguments: Sequence[str]) -> i
     entry = next((entry for entry in entries if entry.name == arguments[0]), None)
     if entry is None:
         raise UsageError(f"{prog}: there is no command {arguments[0]!r} (see {prog} --help)")
-    command = entry.load()
     prog = f"{prog} {entry.name}"
+    command = entry.load(prog)
     if isinstance(command, Group):
         return command.run(prog, arguments[1:])
     parser = Parser(prog=prog, description=_sentence(entry.help))

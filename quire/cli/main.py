@@ -19,11 +19,15 @@ from quire.cli.command import (
 )
 from quire.errors import QuireError, Unreachable
 
+_SERVICES = ("numpy", "tokenizers", "torch", "uvloop")
+
 OWN: tuple[Entry, ...] = (
     Entry(
         name="up",
         help="start the whole set on this machine and keep it running",
         target="quire.cli.up:COMMAND",
+        extra="all",
+        needs=_SERVICES,
     ),
     Entry(
         name="chat",
@@ -49,6 +53,8 @@ OWN: tuple[Entry, ...] = (
         name="demo",
         help="start the set, ask one question, stop it",
         target="quire.cli.demo:COMMAND",
+        extra="all",
+        needs=_SERVICES,
     ),
 )
 """Commands of this package, in the order of the help text."""

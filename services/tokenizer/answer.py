@@ -7,6 +7,7 @@ the link, text from `generation`. Knows no protobuf.
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from services.chassis.errors import Aborted
 from services.tokenizer.detokenizer import IncrementalDetokenizer
 from services.tokenizer.domain import (
     FinishReason,
@@ -103,10 +104,16 @@ class Answer:
             if generation.found is not None and not was_found:
                 stream.finish(generation.found.kept_tokens)
             if delta.end is not None:
+                self._refuse_abort(delta.end)
                 rest, end = generation.finish(delta.end)
                 yield text + rest, ids, end
                 return
             yield text, ids, None
+
+    def _refuse_abort(self, end: TokenEnd) -> None:
+        """A user is never told that an answer ended well which somebody else cut."""
+        if end.reason is FinishReason.ABORT and self._generation.found is None:
+            raise Aborted("the scheduler ended the request")
 
     def _work(self) -> TokenWork:
         options = self._options

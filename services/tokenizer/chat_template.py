@@ -19,9 +19,9 @@ they may be written in messages too.
 
 import json
 import re
-import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from jinja2.exceptions import TemplateError, TemplateSyntaxError
 from tokenizers import Tokenizer
@@ -98,8 +98,9 @@ class ChatTemplate:
                 if token.normalized
             )
         )
-        self._ordinary = _OrdinaryText(self._backend)
         self.exists = self._probe()
+        # Made now, although few conversations need it: making it keeps all threads waiting.
+        self._ordinary = _OrdinaryText(self._backend) if self.exists else None
 
     def render(
         self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool
@@ -114,7 +115,7 @@ class ChatTemplate:
             InvalidArgument: the model has no template, the template refuses the conversation, or a
                 message holds a special token that cannot be told from the template's.
         """
-        if not self.exists:
+        if self._ordinary is None:
             raise InvalidArgument(
                 "messages",
                 "this model has no chat template; send a prompt to Generate",
@@ -142,7 +143,7 @@ class ChatTemplate:
         self._check_intact(pieces, texts, marks, f"messages[{first}].content")
         return RenderedChat(
             text="".join(piece for piece, _ in pieces),
-            token_ids=self._encode_marked(pieces, f"messages[{first}].content"),
+            token_ids=self._encode_marked(pieces, self._ordinary, f"messages[{first}].content"),
         )
 
     def _probe(self) -> bool:
@@ -207,23 +208,24 @@ class ChatTemplate:
                     "text on as it is",
                 )
 
-    def _encode_marked(self, pieces: Sequence[tuple[str, bool]], field: str) -> list[int]:
+    def _encode_marked(
+        self, pieces: Sequence[tuple[str, bool]], plain: "_OrdinaryText", field: str
+    ) -> list[int]:
         """Ids of a marked text: the template's special tokens, and ordinary text between them."""
         ids: list[int] = []
         ordinary = ""
         is_first = True
+        num_special = 0
         for piece, is_marked in pieces:
             done = 0
             for begin, end in [] if is_marked else self._find_special(piece):
-                ids += self._ordinary.encode(ordinary + piece[done:begin], is_first=is_first)
+                ids += plain.encode(ordinary + piece[done:begin], is_first=is_first)
                 ids += _encode(self._backend, piece[begin:end])
                 ordinary, done, is_first = "", end, False
+                num_special += 1
             ordinary += piece[done:]
-        ids += self._ordinary.encode(ordinary, is_first=is_first)
-        expected = sum(
-            len(self._find_special(piece)) for piece, is_marked in pieces if not is_marked
-        )
-        if sum(token_id in self._special_ids for token_id in ids) != expected:
+        ids += plain.encode(ordinary, is_first=is_first)
+        if sum(token_id in self._special_ids for token_id in ids) != num_special:
             raise InvalidArgument(
                 field,
                 "holds a special token of the model, and its tokenizer cannot write that as text",
@@ -232,43 +234,40 @@ class ChatTemplate:
 
 
 class _OrdinaryText:
-    """Encodes text in which special tokens are nothing special; made when first needed."""
+    """Encodes text in which special tokens are nothing special.
+
+    Args:
+        backend: the tokenizer, of which this is a copy.
+    """
 
     def __init__(self, backend: Tokenizer) -> None:
-        self._backend = backend
-        self._lock = threading.Lock()
-        self._made: tuple[Tokenizer, Tokenizer] | None = None
+        serialized = backend.to_str()
+        self._beginning = self._following = _without_special(serialized)
+        steps = backend.pre_tokenizer
+        if steps is not None and b'"prepend_scheme":"first"' in steps.__getstate__():
+            state = json.loads(serialized)
+            _prepend_never(state["pre_tokenizer"])
+            self._following = _without_special(json.dumps(state))
 
     def encode(self, text: str, *, is_first: bool) -> list[int]:
         """The ids of a text that begins a prompt, or of one that follows a special token."""
         if not text:
             return []
-        with self._lock:
-            if self._made is None:
-                self._made = self._make()
-        return _encode(self._made[0 if is_first else 1], text)
-
-    def _make(self) -> tuple[Tokenizer, Tokenizer]:
-        beginning = Tokenizer.from_str(self._backend.to_str())
-        beginning.encode_special_tokens = True
-        state = json.loads(beginning.to_str())
-        if not _never_first(state["pre_tokenizer"]):
-            return beginning, beginning
-        following = Tokenizer.from_str(json.dumps(state))
-        following.encode_special_tokens = True
-        return beginning, following
+        return _encode(self._beginning if is_first else self._following, text)
 
 
-def _never_first(step: object) -> bool:
-    """Tells pre-tokenizers that put a space before a text not to; True if there are any."""
-    if isinstance(step, list):
-        return any([_never_first(part) for part in step])
-    if not isinstance(step, dict):
-        return False
+def _without_special(serialized: str) -> Tokenizer:
+    tokenizer = Tokenizer.from_str(serialized)
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+def _prepend_never(step: dict[str, Any]) -> None:
+    """Tells pre-tokenizers that put a space before the first word of a text not to."""
     if step.get("prepend_scheme") == "first":
         step["prepend_scheme"] = "never"
-        return True
-    return any([_never_first(part) for part in step.values()])
+    for part in step.get("pretokenizers", ()):
+        _prepend_never(part)
 
 
 def _marks_beside(messages: Sequence[ChatMessage]) -> _Marks:

@@ -96,20 +96,23 @@ def _decoder_kinds(tokenizer: Tokenizer) -> set[str]:
     return {step["type"] for step in steps} - {"Fuse"}
 
 
-class _ByteTable:
-    """Bytes of each token of a byte-level vocabulary, found when first asked for."""
+class _ByteTable(dict[int, bytes]):
+    """Bytes of each token of a byte-level vocabulary, found when first asked for.
+
+    None for special and unknown tokens.
+    """
 
     def __init__(self, tokenizer: Tokenizer, special: MappingProxyType[int, str]) -> None:
+        super().__init__()
         self._tokenizer = tokenizer
         self._special = special
         self._alphabet = _byte_alphabet()
-        self.known: dict[int, bytes] = {}
 
-    def bytes_of(self, token_id: int) -> bytes:
-        """The bytes of a token; none for special and unknown ones."""
-        data = self.known.get(token_id)
-        if data is None:
-            data = self.known[token_id] = self._find(token_id)
+    def __missing__(self, token_id: int) -> bytes:
+        data = self._find(token_id)
+        # A model may give ids that the tokenizer does not know; those are not kept.
+        if token_id < self._tokenizer.get_vocab_size():
+            self[token_id] = data
         return data
 
     def _find(self, token_id: int) -> bytes:
@@ -134,8 +137,8 @@ class _ByteLevelDetokenizer:
         self.push(context)
 
     def push(self, ids: Sequence[int]) -> str:
-        bytes_of = self._table.bytes_of
-        data = self._unfinished + b"".join([bytes_of(token_id) for token_id in ids])
+        table = self._table
+        data = b"".join([self._unfinished, *[table[token_id] for token_id in ids]])
         text, used = codecs.utf_8_decode(data, "replace", False)
         self._unfinished = data[used:]
         return text

@@ -4,7 +4,7 @@ Owns detokenizing and stop strings of one request. Invariant: the texts given ou
 decoded tokens up to the stop, and nothing is given out twice. Pure: knows no stream, no protobuf.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from services.tokenizer.detokenizer import IncrementalDetokenizer
@@ -61,7 +61,7 @@ class TextGeneration:
         self._num_tokens = 0
         self.found: StopFound | None = None
 
-    def push(self, ids: Sequence[int], ending_ids: Collection[int]) -> tuple[str, Sequence[int]]:
+    def push(self, ids: Sequence[int], ending_ids: frozenset[int]) -> tuple[str, Sequence[int]]:
         """Takes new tokens; also, first of all, those a resumed generation begins with.
 
         Args:
@@ -73,7 +73,9 @@ class TextGeneration:
             those up to the one that completed a stop string.
         """
         if self._matcher is None:
-            shown = [token_id for token_id in ids if token_id not in ending_ids]
+            shown = ids
+            if not ending_ids.isdisjoint(ids):
+                shown = [token_id for token_id in ids if token_id not in ending_ids]
             return self._detokenizer.push(shown), ids
         text = []
         taken = 0
@@ -114,9 +116,8 @@ class TextGeneration:
     def _push_one(self, matcher: StopMatcher, token_id: int, is_ending: bool) -> str:
         self._num_tokens += 1
         text = "" if is_ending else matcher.push(self._detokenizer.push((token_id,)))
-        hidden = self._special.get(token_id)
-        if hidden is not None:
-            text += matcher.push_hidden(hidden)
+        if matcher.watches_hidden and token_id in self._special:
+            text += matcher.push_hidden(self._special[token_id])
         self._note(matcher)
         return text
 

@@ -85,9 +85,13 @@ class StopMatcher:
         self._raw = StopAutomaton(raw)
         self._visible_state = 0
         self._raw_state = 0
+        self._first_characters = self._visible.first_characters | self._raw.first_characters
+        self.watches_hidden = bool(self._raw.first_characters)
         self._held = ""
         # Of the last characters of the raw text: 1 where it shows.
         self._shown = bytearray()
+        # Whether the text so far ends in the beginning of some string.
+        self._inside = False
         self.found: str | None = None
 
     def push(self, text: str) -> str:
@@ -98,7 +102,7 @@ class StopMatcher:
         """
         if self.found is not None:
             return ""
-        if self._is_plain(text):
+        if not self._inside and self._first_characters.isdisjoint(text):
             return text
         self._held += text
         start = len(self._held) - len(text)
@@ -112,7 +116,7 @@ class StopMatcher:
 
     def push_hidden(self, text: str) -> str:
         """Takes text that does not show, as `push`."""
-        if self.found is not None or not self._raw.first_characters:
+        if self.found is not None or not self.watches_hidden:
             return ""
         for character in text:
             raw = self._step_raw(character, shows=0)
@@ -125,16 +129,8 @@ class StopMatcher:
         text, self._held = self._held, ""
         return text
 
-    def _is_plain(self, text: str) -> bool:
-        return (
-            not self._visible_state
-            and not self._raw_state
-            and self._visible.first_characters.isdisjoint(text)
-            and self._raw.first_characters.isdisjoint(text)
-        )
-
     def _step_raw(self, character: str, *, shows: int) -> str | None:
-        if not self._raw.first_characters:
+        if not self.watches_hidden:
             return None
         self._raw_state = self._raw.step(self._raw_state, character)
         self._shown.append(shows)
@@ -154,6 +150,7 @@ class StopMatcher:
     def _release(self) -> str:
         depth = self._raw.depth[self._raw_state]
         del self._shown[: len(self._shown) - depth]
+        self._inside = bool(self._visible_state or self._raw_state)
         hold = max(self._visible.depth[self._visible_state], sum(self._shown))
         cut = len(self._held) - hold
         released, self._held = self._held[:cut], self._held[cut:]

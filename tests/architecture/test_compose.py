@@ -139,6 +139,6 @@ def test_the_image_gets_the_packages_of_the_wheel() -> None:
     packages = ("quire", "services", "kernels", "benchmarks")
     ignore = (ROOT / ".dockerignore").read_text().splitlines()
     for package in packages:
-        assert f"COPY {package} {package}\n" in DOCKERFILE
+        assert f"COPY {package} /{package}\n" in DOCKERFILE
         assert f"!{package}/" in ignore
         importlib.import_module(package)

@@ -208,8 +208,8 @@ DEMO_IDS = [
     ("a   1b\n\n2", [81, 333, 33, 82, 1116, 34]),
     ("\xbd \xb2 10\xb2", [16738, 216, 19133, 216, 33, 32, 19133]),
 ]
-"""Ids from two independent implementations: transformers' own reading of the file, and, for the last
-three, which it reads without the splitting of digits, a byte-pair encoder written out naively."""
+"""Ids from two independent implementations: transformers' own reading of the file, and, for the
+last three, which it reads without splitting off digits, a byte-pair encoder written out naively."""
 
 
 @pytest.mark.demo_model

@@ -12,6 +12,7 @@ import argparse
 import hashlib
 import json
 import random
+import sys
 from pathlib import Path
 
 import torch
@@ -60,14 +61,14 @@ _TASKS = (
     "Explain in two sentences why {thing} would matter to {person}.",
     "Write the opening line of a story in which {person} finds {thing} {place}.",
     "List four questions that {person} should ask about {thing}.",
-    "What is the difference between a lake and a reservoir?",
-    "Give me three short tips for learning to cook rice.",
-    "Translate into French: Where is the nearest pharmacy?",
-    "How many minutes are there in a day? Show the multiplication.",
-    "Name the planets of the solar system in order from the Sun.",
+    "I am {person}. What is the difference between a lake and a reservoir?",
+    "I am {person}. Give me three short tips for learning to cook rice.",
+    "Translate into French for {person}: Where is the nearest pharmacy?",
+    "I am {person}. How many minutes are there in a day? Show the multiplication.",
+    "I am {person}. Name the planets of the solar system in order from the Sun.",
     "Summarise this in one sentence: {sentence}",
     "Who is mentioned in the following text, and what did they do? {sentence} {sentence2}",
-    "Write a Python function that returns the larger of two numbers.",
+    "I am {person}. Write a Python function that returns the larger of two numbers.",
     "Suggest a title for a report about {thing}, found {place}.",
 )
 
@@ -77,15 +78,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gguf", type=Path, help="the demo model's file (default: the one pulled)")
     parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--threads", type=int, default=1)
     given = parser.parse_args()
     gguf = given.gguf or next(locate_model("smollm2-135m-instruct").path.glob("*.gguf"))
-    torch.set_num_threads(2)
+    torch.set_num_threads(given.threads)
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     tokenizer = AutoTokenizer.from_pretrained(**source)
     model = AutoModelForCausalLM.from_pretrained(
         **source, dtype=torch.float32, attn_implementation="eager"
     ).eval()
-    cases = [generate(model, ids) for ids in prompts(tokenizer)]
+    cases = []
+    for ids in prompts(tokenizer):
+        cases.append(generate(model, ids))
+        sys.stderr.write(f"{len(cases)}: {len(ids)} tokens, {cases[-1]['finish']}\n")
     content = {
         "model_sha256": hashlib.sha256(gguf.read_bytes()).hexdigest(),
         "made_with": f"transformers {transformers.__version__}, torch {torch.__version__}",
@@ -121,8 +126,9 @@ def generate(model, ids: list[int]) -> dict:
 def prompts(tokenizer) -> list[list[int]]:
     """Distinct prompts as token ids: chats, plain texts of 1 to 200 tokens, and four long texts."""
     draw = random.Random(_SEED)
-    found: list[list[int]] = []
-    for number in range(_SHORT):
+    found: dict[tuple[int, ...], None] = {}
+    while len(found) < _SHORT:
+        number = len(found)
         if number % 2:
             messages = [{"role": "user", "content": _task(draw, _TASKS[number // 2 % len(_TASKS)])}]
             ids = tokenizer.apply_chat_template(
@@ -130,11 +136,10 @@ def prompts(tokenizer) -> list[list[int]]:
             )
         else:
             ids = tokenizer(_text(draw, 14))["input_ids"][: 1 + number * 199 // (_SHORT - 2)]
-        found.append(ids)
-    found += [tokenizer(_text(draw, length // 14))["input_ids"][:length] for length in _LONG]
-    distinct = {tuple(ids): ids for ids in found}
-    assert len(distinct) == len(found) == _SHORT + len(_LONG)
-    return found
+        found[tuple(ids)] = None
+    for length in _LONG:
+        found[tuple(tokenizer(_text(draw, length // 14))["input_ids"][:length])] = None
+    return [list(ids) for ids in found]
 
 
 def _task(draw: random.Random, task: str) -> str:

@@ -104,9 +104,7 @@ def sentencepiece_like(*, add_space: bool = True) -> Tokenizer:
         vocab.setdefault(token, len(vocab))
     merges = [("▁", "a"), ("▁", "b")]
     tokenizer = Tokenizer(
-        models.BPE(
-            vocab=vocab, merges=merges, byte_fallback=True, unk_token="<unk>", fuse_unk=True
-        )
+        models.BPE(vocab=vocab, merges=merges, byte_fallback=True, unk_token="<unk>", fuse_unk=True)
     )
     steps = [normalizers.Replace(" ", "▁")]
     tokenizer.normalizer = normalizers.Sequence(

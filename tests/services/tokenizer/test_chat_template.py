@@ -185,7 +185,17 @@ def first_metaspace() -> Tokenizer:
     return tokenizer
 
 
-@pytest.mark.parametrize("make", [sentencepiece_like, first_metaspace])
+def first_metaspace_in_a_sequence() -> Tokenizer:
+    tokenizer = first_metaspace()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(), tokenizer.pre_tokenizer]
+    )
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    "make", [sentencepiece_like, first_metaspace, first_metaspace_in_a_sequence]
+)
 @pytest.mark.parametrize("template", ["{m}</s>", "<s>{m}</s>", "b{m}</s>a"])
 def test_spaces_are_put_where_the_library_puts_them(
     make: Callable[[], Tokenizer], template: str

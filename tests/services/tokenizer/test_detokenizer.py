@@ -199,7 +199,11 @@ def test_a_decoder_that_changes_the_text_of_bytes_holds_half_characters_back() -
 
 def test_a_real_replacement_character_does_not_wait() -> None:
     tokenizer = byte_level()
-    assert deltas(tokenizer, [piece_id(tokenizer, "\ufffd"), *byte_ids(b"a")]) == ["\ufffd", "a", ""]
+    assert deltas(tokenizer, [piece_id(tokenizer, "\ufffd"), *byte_ids(b"a")]) == [
+        "\ufffd",
+        "a",
+        "",
+    ]
 
 
 def test_unknown_and_special_ids_give_no_text() -> None:
@@ -214,7 +218,11 @@ def test_unknown_and_special_ids_give_no_text() -> None:
 def test_a_character_may_go_on_after_a_special_token() -> None:
     tokenizer = byte_level()
     first, *rest = byte_ids("中".encode())
-    assert "".join(deltas(tokenizer, [first, 2, *rest])) == "中" == one_shot(tokenizer, [first, 2, *rest])
+    assert (
+        "".join(deltas(tokenizer, [first, 2, *rest]))
+        == "中"
+        == one_shot(tokenizer, [first, 2, *rest])
+    )
 
 
 @pytest.mark.parametrize("twin", TWINS)

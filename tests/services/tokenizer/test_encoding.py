@@ -47,7 +47,9 @@ def test_decoding_skips_special_tokens_or_not(tmp_path: Path) -> None:
     assert encoding.decode([*ids, []], skip_special_tokens=False) == ["a<|im_end|>b", ""]
 
 
-@pytest.mark.parametrize("text", ["Grüße", "日本語", "مرحبا", "🌶 a", "x  y\n\nz", "\x00", "e\u0301"])
+@pytest.mark.parametrize(
+    "text", ["Grüße", "日本語", "مرحبا", "🌶 a", "x  y\n\nz", "\x00", "e\u0301"]
+)
 def test_what_is_encoded_decodes_to_itself(tmp_path: Path, text: str) -> None:
     for name, tokenizer in (("bytes", byte_level()), ("pieces", sentencepiece_like())):
         encoding = load_encoding(write_folder(tmp_path / name, tokenizer))

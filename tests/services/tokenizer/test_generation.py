@@ -101,7 +101,10 @@ def test_the_token_that_ends_adds_no_text(stops: tuple[str, ...]) -> None:
 def test_an_ending_token_that_is_plain_text_adds_none_either() -> None:
     generation = start()
     (ending,) = ids("...")
-    assert generation.push([*ids("alpha"), ending], {ending}) == ("alpha", [*ids("alpha"), ending])
+    assert generation.push([*ids("alpha"), ending], frozenset({ending})) == (
+        "alpha",
+        [*ids("alpha"), ending],
+    )
 
 
 @pytest.mark.parametrize("size", [1, 10])

@@ -187,7 +187,7 @@ def test_what_does_not_fit_is_refused_with_the_numbers(
 
 
 def test_an_empty_prompt_is_refused() -> None:
-    with pytest.raises(InvalidArgument, match="^prompt: must hold at least one token"):
+    with pytest.raises(InvalidArgument, match=r"^prompt: must hold at least one token"):
         check_prompt(0)
 
 
@@ -226,5 +226,5 @@ def test_bad_messages_are_refused(messages: list[ChatMessage], field: str) -> No
 
 
 def test_an_empty_list_is_refused_by_name() -> None:
-    with pytest.raises(InvalidArgument, match="^texts: must hold at least one entry"):
+    with pytest.raises(InvalidArgument, match=r"^texts: must hold at least one entry"):
         check_not_empty([], "texts")

@@ -1,0 +1,195 @@
+"""`quire generate`, `quire chat` and `quire health`, as a person uses them."""
+
+import asyncio
+import json
+import os
+import pty
+import signal
+import sys
+from typing import Any
+
+import pytest
+
+from tests.fakes.text_service import FakeTextService, failure, serving, words
+from tests.quire.cli.running_quire import environment, quire, started
+
+ANSWER = "".join(words(5))
+
+
+async def test_the_text_and_nothing_else() -> None:
+    service = FakeTextService()
+    async with serving(service) as target:
+        result = await quire(
+            *("generate", "--prompt", "Hi", "--target", target, "--temperature", "0"),
+            *("--top-p", "0.5", "--top-k", "3", "--seed", "7", "--max-tokens", "9"),
+            *("--stop", "A", "--stop", "B", "--ignore-eos"),
+        )
+    assert (result.code, result.out, result.err) == (0, f"{ANSWER}\n", "")
+    (request,) = service.requests
+    assert request.text == "Hi"
+    sampling = request.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0, 0.5, 3)
+    assert (sampling.seed, request.stopping.max_tokens) == (7, 9)
+    assert (list(request.stop_strings), request.stopping.ignore_eos) == (["A", "B"], True)
+
+
+async def test_one_json_object() -> None:
+    async with serving(FakeTextService()) as target:
+        result = await quire(
+            "generate", "--prompt", "-", "--json", "--seed", "7", "--target", target, stdin="é"
+        )
+    assert (result.code, result.err, result.out.count("\n")) == (0, "", 1)
+    answer = json.loads(result.out)
+    assert answer.pop("request_id")
+    assert answer == {
+        "text": ANSWER,
+        "token_ids": [0, 1, 2, 3, 4],
+        "finish_reason": "stop",
+        "usage": {"prompt_tokens": 3, "completion_tokens": 5, "cached_tokens": 1},
+        "seed": 7,
+    }
+
+
+async def test_no_server_says_how_to_start_one() -> None:
+    result = await quire("generate", "--prompt", "Hi", "--target", "127.0.0.1:1")
+    assert (result.code, result.out) == (1, "")
+    assert result.err == (
+        "quire: cannot reach 127.0.0.1:1 (Connection refused); start a server with: quire up\n"
+    )
+
+
+async def test_a_refusal_is_one_line() -> None:
+    service = FakeTextService(refusal=failure("INVALID_ARGUMENT", "prompt: must not be empty"))
+    async with serving(service) as target:
+        result = await quire("generate", "--prompt", "", "--target", target)
+    assert (result.code, result.err) == (1, "quire: prompt: must not be empty\n")
+
+
+async def test_ctrl_c_ends_the_request() -> None:
+    service = FakeTextService(pause=2)
+    async with serving(service) as target:
+        command = (sys.executable, "-m", "quire", "generate", "--prompt", "Hi", "--target", target)
+        async with started(*command) as process:
+            assert process.stdout is not None
+            assert await process.stdout.readuntil(b"w1") == b" w0 w1"
+            process.send_signal(signal.SIGINT)
+            out, err = await process.communicate()
+        async with asyncio.timeout(10):
+            await service.ended_early.wait()
+    assert (process.returncode, err) == (130, b"quire: interrupted\n")
+    assert out == b"\n"
+
+
+async def test_a_reader_that_goes_away_is_no_error() -> None:
+    service = FakeTextService(length=1000, pause=1)
+    async with serving(service) as target:
+        command = (sys.executable, "-m", "quire", "generate", "--prompt", "Hi", "--target", target)
+        read, write = os.pipe()
+        async with started(*command, stdout=write) as process:
+            os.close(write)
+            await service.paused.wait()
+            os.close(read)
+            service.go_on.set()
+            _, err = await process.communicate()
+    assert (process.returncode, err) == (128 + signal.SIGPIPE, b"")
+
+
+async def test_one_question() -> None:
+    service = FakeTextService()
+    async with serving(service) as target:
+        result = await quire("chat", "--system", "be brief", "--target", target, "What", "is?")
+        piped = await quire("chat", "--json", "--target", target, stdin="from a file")
+    assert (result.code, result.out, result.err) == (0, f"{ANSWER}\n", "")
+    assert json.loads(piped.out)["text"] == ANSWER
+    asked = [[(m.role, m.content) for m in request.messages] for request in service.requests]
+    assert asked == [
+        [("system", "be brief"), ("user", "What is?")],
+        [("user", "from a file")],
+    ]
+
+
+class Terminal:
+    """A person at a terminal."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self.seen = ""
+
+    def type(self, text: str) -> None:
+        os.write(self.descriptor, text.encode())
+
+    async def wait_for(self, text: str) -> None:
+        """Reads until `text` has appeared since the last time."""
+        async with asyncio.timeout(20):
+            while text not in self.seen:
+                data = await asyncio.to_thread(os.read, self.descriptor, 4096)
+                self.seen += data.decode()
+        self.seen = self.seen.partition(text)[2]
+
+
+async def test_a_conversation() -> None:
+    service = FakeTextService(length=2)
+    async with serving(service) as target:
+        ours, theirs = pty.openpty()
+        command = (sys.executable, "-m", "quire", "chat", "--target", target)
+        ends: dict[str, Any] = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
+        async with started(*command, **ends, env=environment(TERM="dumb")) as process:
+            os.close(theirs)
+            person = Terminal(ours)
+            await person.wait_for("fake at")
+            await person.wait_for("> ")
+            person.type("one\n")
+            await person.wait_for("w0 w1")
+            await person.wait_for("> ")
+            service.pause = 1
+            person.type("two\n")
+            await person.wait_for("w0")
+            await service.paused.wait()
+            process.send_signal(signal.SIGINT)
+            await person.wait_for("(stopped)")
+            await person.wait_for("> ")
+            service.pause = None
+            person.type("three\n")
+            await person.wait_for("w0 w1")
+            await person.wait_for("> ")
+            service.refusal = failure("NOT_FOUND", "the model is gone")
+            person.type("four\n")
+            await person.wait_for("quire: the model is gone")
+            await person.wait_for("> ")
+            person.type("\x04")
+            await process.wait()
+        os.close(ours)
+    assert process.returncode == 0
+    asked = [(message.role, message.content) for message in service.requests[-2].messages]
+    assert asked == [
+        ("user", "one"),
+        ("assistant", " w0 w1"),
+        ("user", "two"),
+        ("assistant", " w0"),
+        ("user", "three"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "ready", "code", "out"),
+    [
+        ((), False, 0, "SERVING\n"),
+        (("--service", "quire.v1.TextService"), True, 0, "SERVING\n"),
+        (("--service", "quire.v1.TextService"), False, 1, "NOT_SERVING\n"),
+    ],
+)
+async def test_health(options: tuple[str, ...], *, ready: bool, code: int, out: str) -> None:
+    async with serving(FakeTextService(), ready=ready) as target:
+        result = await quire("health", target, *options)
+    assert (result.code, result.out, result.err) == (code, out, "")
+
+
+async def test_health_of_nobody() -> None:
+    result = await quire("health", "127.0.0.1:1")
+    assert (result.code, result.err) == (
+        1,
+        "quire: cannot reach 127.0.0.1:1 (Connection refused)\n",
+    )
+    async with serving(FakeTextService()) as target:
+        unknown = await quire("health", target, "--service", "x")
+    assert (unknown.code, unknown.err) == (1, f"quire: {target} has no service 'x'\n")
