@@ -57,7 +57,6 @@ class Answer:
             plan.detokenizer, make_matcher(plan.options.stop_strings, special), special
         )
         self._stream: TokenStream | None = None
-        self._closed = False
 
     async def messages(self) -> AsyncIterator[TextMessage]:
         """What to send, the end last.
@@ -80,7 +79,6 @@ class Answer:
 
     def close(self) -> None:
         """Lets go of the request, and aborts it if it still runs. May be called again."""
-        self._closed = True
         if self._stream is not None:
             self._stream.close()
 
@@ -93,8 +91,6 @@ class Answer:
         if resumed_end is not None:
             text, end = generation.finish(resumed_end)
             yield text, (), end
-            return
-        if self._closed:
             return
         stream = self._stream = self._link.open(self._work())
         while True:

@@ -7,6 +7,11 @@ from collections.abc import Sequence
 _SWAPPED = sys.byteorder == "big"
 
 
+def compact_ids(ids: Sequence[int]) -> Sequence[int]:
+    """The same ids in four bytes each, for those that are kept while a request lives."""
+    return array("I", ids)
+
+
 def pack_ids(ids: Sequence[int]) -> bytes:
     """`ids` packed.
 

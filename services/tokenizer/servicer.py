@@ -17,6 +17,7 @@ from services.tokenizer.answer import Answer, AnswerPlan
 from services.tokenizer.domain import RawTokenIds, TextMessage
 from services.tokenizer.encoding import Encoding
 from services.tokenizer.encoding_pool import EncodingPool
+from services.tokenizer.packing import compact_ids
 from services.tokenizer.session import SchedulerLink
 from services.tokenizer.validation import Validator, check_messages, check_not_empty
 
@@ -84,7 +85,7 @@ class TextServicer(text_pb2_grpc.TextServiceServicer):
         self._validator.prompt(prompt, "prompt", options, self._link.limits)
         plan = AnswerPlan(
             options=options,
-            prompt=prompt,
+            prompt=compact_ids(prompt),
             # The text goes on where the prompt ends, be it inside a word or a character.
             detokenizer=self._encoding.detokenization.start(prompt),
             traceparent=traceparent_of(context.invocation_metadata()),
@@ -104,7 +105,7 @@ class TextServicer(text_pb2_grpc.TextServiceServicer):
         self._validator.prompt(chat.token_ids, "messages", options, self._link.limits)
         plan = AnswerPlan(
             options=options,
-            prompt=chat.token_ids,
+            prompt=compact_ids(chat.token_ids),
             # The assistant's turn is a text of its own.
             detokenizer=self._encoding.detokenization.start(),
             traceparent=traceparent_of(context.invocation_metadata()),

@@ -43,11 +43,9 @@ async def test_token_ids_equal_the_reference_under_pressure() -> None:
             *(system.client.complete(case["prompt"], params) for case in (*cases, *cases))
         )
         loads = await system.loads()
-    exact = 0
     for case, completion in zip((*cases, *cases), completions, strict=True):
         position = first_difference(completion.token_ids, case["output"])
         if position is None:
-            exact += 1
             assert completion.finish_reason == case["finish"]
             continue
         assert case["gaps"][position] <= NEAR_TIE, (
@@ -55,7 +53,6 @@ async def test_token_ids_equal_the_reference_under_pressure() -> None:
             f"where the two highest logits are {case['gaps'][position]} apart"
         )
     counters = loads.counters
-    print(f"{exact} of {2 * len(cases)} exact;", str(counters).replace("\n", " "))
     assert counters.preemptions > 0
     assert counters.prefix_hit_tokens > 0
     assert counters.mixed_steps > 0

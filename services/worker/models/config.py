@@ -85,7 +85,7 @@ SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCa
 
 _CHANGES_NUMBERS = re.compile(
     r"multiplier|soft_?cap|logit_scale|logits_scaling|scale_emb|scale_depth|dim_model_base"
-    r"|qk_norm|qk_layernorm|no_rope|alibi|num_(local_)?experts"
+    r"|qk_norm|qk_layernorm|rope_interleaved|no_rope|alibi|num_(local_)?experts"
 )
 """Settings of related architectures that scale or replace something the decoder here does not."""
 
@@ -259,7 +259,8 @@ def _refuse_unbuilt(raw: Mapping[str, Any], architecture: str) -> None:
     if raw.get("partial_rotary_factor", 1.0) not in (None, 1, 1.0):
         raise ModelError("config.json: partial_rotary_factor other than 1 is not supported")
     for name, value in raw.items():
-        if _CHANGES_NUMBERS.search(name) and value not in (None, False, 1, 1.0):
+        neutral = value is None or value is False or (value == 1 and value is not True)
+        if _CHANGES_NUMBERS.search(name) and not neutral:
             raise ModelError(f"config.json: {name} is not supported for {architecture}")
 
 

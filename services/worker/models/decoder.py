@@ -142,7 +142,8 @@ class _Loader:
         weights.check(expected_tensors(config), tied_head=_tied_head(config))
 
     def tensor(self, name: str) -> Tensor:
-        return self._weights.load(name).to(device=self._device, dtype=self._config.dtype)
+        """A tensor of its own, independent of the file that may be mapped into memory."""
+        return self._stacked([name])
 
     def layer(self, index: int) -> DecoderLayer:
         config, kernels, prefix = self._config, self._kernels, f"model.layers.{index}"
@@ -187,8 +188,10 @@ class _Loader:
         )
 
     def _stacked(self, names: list[str]) -> Tensor:
-        tensors = [self.tensor(name) for name in names]
-        return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+        return torch.cat([self._part(name) for name in names])
+
+    def _part(self, name: str) -> Tensor:
+        return self._weights.load(name).to(device=self._device, dtype=self._config.dtype)
 
 
 def _tied_head(config: ModelConfig) -> tuple[str, str] | None:

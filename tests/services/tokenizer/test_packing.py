@@ -1,6 +1,6 @@
 import pytest
 
-from services.tokenizer.packing import pack_ids, unpack_ids
+from services.tokenizer.packing import compact_ids, pack_ids, unpack_ids
 
 
 def test_ids_are_little_endian_and_four_bytes_each() -> None:
@@ -11,6 +11,12 @@ def test_ids_are_little_endian_and_four_bytes_each() -> None:
 @pytest.mark.parametrize("ids", [[], [0], [2**32 - 1], list(range(1000))])
 def test_what_is_packed_unpacks(ids: list[int]) -> None:
     assert unpack_ids(pack_ids(ids)) == ids
+
+
+def test_compact_ids_are_the_same_ids() -> None:
+    compact = compact_ids([7, 2**32 - 1])
+    assert list(compact) == [7, 2**32 - 1]
+    assert list(compact[-1:]) == [2**32 - 1]
 
 
 def test_half_an_id_is_an_error() -> None:

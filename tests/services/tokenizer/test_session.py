@@ -323,6 +323,21 @@ async def test_new_requests_wait_a_moment_for_a_scheduler(sockets: Path) -> None
     await fake.die()
 
 
+async def test_once_there_is_a_scheduler_a_request_has_all_the_time(sockets: Path) -> None:
+    fake = FakeScheduler(f"unix://{sockets}/s.sock", limits=default_limits())
+    async with running_link(link_options(fake.address, new_request_s=0.3)) as link:
+        stream = link.open(work())
+        async with asyncio.TaskGroup() as tasks:
+            news = tasks.create_task(stream.next())
+            await fake.start()
+            got = await fake.next_submission()
+            await asyncio.sleep(0.4)
+            got.end(10)
+        assert list(news.result().ids) == [10]
+        stream.close()
+    await fake.die()
+
+
 async def test_without_a_scheduler_new_requests_are_unavailable(sockets: Path) -> None:
     options = link_options(f"unix://{sockets}/none.sock", new_request_s=0.05)
     async with running_link(options) as link:

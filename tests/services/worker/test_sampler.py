@@ -216,6 +216,11 @@ class TestFilters:
         assert set(many(logits, 200, top_p=0.51).tolist()) == {0, 1}
         assert set(many(logits, 200, top_p=0.81).tolist()) == {0, 1, 2}
 
+    def test_top_p_is_reached_by_equality(self):
+        logits = torch.zeros(4)
+        assert set(many(logits, 200, top_p=0.5).tolist()) == {0, 1}
+        assert set(many(logits, 200, top_p=0.75).tolist()) == {0, 1, 2}
+
     def test_top_p_is_a_share_of_what_top_k_left(self):
         logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
         assert set(many(logits, 200, top_p=0.55, top_k=2).tolist()) == {0}

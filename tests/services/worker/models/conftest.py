@@ -11,7 +11,7 @@ from services.worker.models.registry import LoadedModel, load_model
 # Importing the oracle warns about things that are not ours.
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
 CPU = torch.device("cpu")
 
@@ -44,6 +44,20 @@ def oracle():
             return [model(torch.tensor([row])).logits[0] for row in rows]
 
     return logits
+
+
+@pytest.fixture(scope="session")
+def save_by_transformers():
+    """Writes a random model the way `transformers` does today, with its spelling of the settings."""
+
+    def save(folder: Path, kind: str, **settings) -> Path:
+        config = AutoConfig.for_model(kind, **settings)
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model.save_pretrained(folder, max_shard_size="200KB")
+        return folder
+
+    return save
 
 
 @pytest.fixture(autouse=True)

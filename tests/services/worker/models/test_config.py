@@ -96,6 +96,8 @@ def test_no_architecture_at_all():
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"embedding_multiplier": 12.0}, "embedding_multiplier"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        ({"qk_norm": True}, "qk_norm"),
+        ({"rope_interleaved": True}, "rope_interleaved"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope type 'yarn'"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
@@ -120,7 +122,12 @@ def test_what_would_change_the_numbers_is_refused(changes, named):
 
 
 def test_neutral_settings_of_related_architectures_pass():
-    assert read(embedding_multiplier=1.0, final_logit_softcapping=None, qk_norm=False)
+    assert read(
+        embedding_multiplier=1.0,
+        final_logit_softcapping=None,
+        qk_norm=False,
+        rope_interleaved=False,
+    )
 
 
 @pytest.mark.parametrize("asked", [1, 100, 2048])

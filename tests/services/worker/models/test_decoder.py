@@ -101,6 +101,30 @@ def test_every_supported_shape_matches_the_oracle(tmp_path, load, kernels, oracl
         assert distance(logits, wanted) <= TOLERANCE
 
 
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_folders_that_transformers_writes(
+    tmp_path, load, kernels, oracle, save_by_transformers, kind, tied
+):
+    folder = save_by_transformers(
+        tmp_path,
+        kind,
+        hidden_size=48,
+        intermediate_size=80,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        vocab_size=VOCAB_SIZE,
+        tie_word_embeddings=tied,
+        initializer_range=0.3,
+        rope_parameters={"rope_type": "default", "rope_theta": 700.0},
+    )
+    loaded = load(folder)
+    assert loaded.config.rope.theta == 700.0
+    got = PagedRun(loaded, kernels, ROWS[1:2]).step({0: 37})[0]
+    assert distance(got, oracle(folder, ROWS[1:2])[0]) <= TOLERANCE
+
+
 def test_only_the_asked_rows_come_back(folder, load, kernels):
     whole = PagedRun(load(folder), kernels, ROWS[1:3]).step({0: 37, 1: 20})
     last = PagedRun(load(folder), kernels, ROWS[1:3]).step({0: 37, 1: 20}, logits="last")
