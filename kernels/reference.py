@@ -77,7 +77,8 @@ class ReferenceKVCache:
         width = self.spec.block_size * self.spec.head_dim
         size = gather.numel() * width
         if self._scratch[0].numel() < size:
-            self._scratch = [buffer.new_empty(size) for buffer in self._scratch]
+            with torch.inference_mode(False):  # so that calls in and outside of it may mix
+                self._scratch = [buffer.new_empty(size) for buffer in self._scratch]
         keys, values = (buffer[:size].view(-1, width) for buffer in self._scratch)
         torch.index_select(self.keys[layer].view(-1, width), 0, gather, out=keys)
         torch.index_select(self.values[layer].view(-1, width), 0, gather, out=values)

@@ -20,7 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from quire import codec
 from quire.answers import ChatMessage, Completion, Delta, RenderedChat, ServerInfo
-from quire.errors import InvalidRequest, QuireError, ServerFault, Unavailable
+from quire.errors import DeadlineExceeded, InvalidRequest, QuireError, ServerFault, Unavailable
 from quire.params import SamplingParams
 from quire.statuses import error_of
 from quire.v1 import text_pb2, text_pb2_grpc
@@ -275,7 +275,11 @@ class AsyncClient:
                 raise ServerFault(f"{self.target} ended the answer without saying how it ended")
             finally:
                 call.cancel()
-            await asyncio.sleep(_pause_s(failure, attempt))
+            pause_s = _pause_s(failure, attempt)
+            if ends_at is not None and clock() + pause_s >= ends_at:
+                message = f"{self.target} cannot finish within the time given ({failure.message})"
+                raise DeadlineExceeded(message)
+            await asyncio.sleep(pause_s)
 
     @property
     def _channel(self) -> grpc.aio.Channel:

@@ -155,7 +155,7 @@ class LocalSet:
     def kill(self) -> None:
         """Ends all processes at once, without draining."""
         for process in self._processes.values():
-            process.send(signal.SIGKILL)
+            process.kill()
 
     async def _start(self, folder: Path, port: int) -> None:
         config = self._config
@@ -278,20 +278,23 @@ class _Process:
         )
         raise SetFailed(f"the {self.name} {how}: {_last_line(Path(self.log.name))}")
 
-    def send(self, number: signal.Signals) -> None:
-        """Sends a signal to the process and its children, if it is still there."""
+    def kill(self) -> None:
+        """Ends the process at once."""
         if self.handle.returncode is None:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.handle.pid, number)
+                # The process in between kills its program and ends when that is gone.
+                self.handle.send_signal(signal.SIGUSR1)
 
     async def end(self, timeout_s: float) -> None:
         """Asks the process to end, and makes it after `timeout_s` seconds."""
-        self.send(signal.SIGTERM)
+        if self.handle.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self.handle.terminate()
         try:
             async with asyncio.timeout(timeout_s):
                 await self.handle.wait()
         except TimeoutError:
-            self.send(signal.SIGKILL)
+            self.kill()
             await self.handle.wait()
 
 

@@ -132,6 +132,16 @@ def test_a_batch_is_planned_anew_when_its_tensors_were_reused():
     torch.testing.assert_close(after.flip(0), before)
 
 
+def test_one_cache_serves_calls_in_and_outside_of_inference_mode():
+    kernels = ReferenceKernels()
+    sequences = random_sequences([(8, 1), (20, 3)], 2, 1, 4)
+    cache, batch = paged(kernels, sequences, spec((2, 1, 4)))
+    query = torch.cat(sequences.queries)
+    with torch.inference_mode():
+        inside = attend(kernels, cache, batch, query, 0)
+    assert torch.equal(attend(kernels, cache, batch, query, 0), inside)
+
+
 def test_rms_norm():
     hidden = torch.randn(3, 24) * 5
     weight = torch.randn(24)

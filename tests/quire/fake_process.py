@@ -11,7 +11,7 @@ import argparse
 import os
 import signal
 import sys
-import threading
+import time
 from concurrent import futures
 from pathlib import Path
 
@@ -19,6 +19,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 SERVICES = {"scheduler": "quire.v1.TokenService", "tokenizer": "quire.v1.TextService"}
+SIGNALS = {signal.SIGTERM, signal.SIGINT}
 
 
 def note(variable: str, line: str) -> None:
@@ -29,7 +30,9 @@ def note(variable: str, line: str) -> None:
 
 
 def main() -> None:
-    """Serves health until SIGTERM."""
+    """Serves health until SIGTERM; the scheduler is ready once a worker is there."""
+    # Blocked before there are threads, so that none is lost.
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     name = sys.argv[1]
     parser = argparse.ArgumentParser()
     parser.add_argument("--listen")
@@ -38,21 +41,36 @@ def main() -> None:
     sys.stderr.write(f"{name} was given {' '.join(others)}\n")
     if message := os.environ.get(f"DIE_{name}"):
         sys.exit(f"some detail\n{message}")
-    asked = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: asked.set())
     server = grpc.server(futures.ThreadPoolExecutor(2))
-    states = health.HealthServicer()
-    states.set("", health_pb2.HealthCheckResponse.SERVING)
     if flags.listen:
-        states.set(SERVICES[name], health_pb2.HealthCheckResponse.SERVING)
-        health_pb2_grpc.add_HealthServicer_to_server(states, server)
-        server.add_insecure_port(flags.listen)
-        server.start()
-    while not asked.wait() or f"STUBBORN_{name}" in os.environ:
-        asked.clear()
+        serve(server, name, flags.listen)
+    else:
+        socket_of(others).with_name("worker-is-here").touch()
+    while signal.sigwait(SIGNALS) and f"STUBBORN_{name}" in os.environ:
+        pass
     server.stop(None)
     note("ENDED", name)
+
+
+def serve(server: grpc.Server, name: str, listen: str) -> None:
+    """Serves health."""
+    states = health.HealthServicer()
+    serving = health_pb2.HealthCheckResponse.SERVING
+    states.set("", serving)
+    health_pb2_grpc.add_HealthServicer_to_server(states, server)
+    server.add_insecure_port(listen)
+    server.start()
+    if name == "scheduler":
+        worker = socket_of([listen]).with_name("worker-is-here")
+        while not worker.exists() and not signal.sigpending() & SIGNALS:
+            time.sleep(0.02)
+    states.set(SERVICES[name], serving)
+
+
+def socket_of(arguments: list[str]) -> Path:
+    """The one socket among `arguments`."""
+    (target,) = (text for text in arguments if text.startswith("unix://"))
+    return Path(target.removeprefix("unix://"))
 
 
 if __name__ == "__main__":

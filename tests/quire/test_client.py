@@ -165,14 +165,21 @@ async def test_a_deadline_ends_the_request_on_both_sides() -> None:
             await service.ended_early.wait()
 
 
+async def test_a_pause_that_is_longer_than_the_deadline_is_not_waited_for() -> None:
+    slow = unavailable(retry_after_ms=60_000)
+    service = FakeTextService(length=9, cuts=[1], failure=slow)
+    async with serving(service) as target, AsyncClient(target) as client:
+        with pytest.raises(DeadlineExceeded, match=r"cannot finish .* \(going away\)"):
+            await client.complete("Hi", deadline_s=1.9)
+    assert len(service.requests) == 1
+
+
 async def test_a_deadline_holds_over_all_attempts() -> None:
-    slow = unavailable(retry_after_ms=10_000)
-    service = FakeTextService(length=9, cuts=[1] * 9, failure=slow)
+    service = FakeTextService(length=9, cuts=[1, 2], pause=2)
     async with serving(service) as target, AsyncClient(target) as client:
         with pytest.raises(DeadlineExceeded):
-            await client.complete("Hi", deadline_s=0.3)
-    # The pause before the second attempt was longer than what was left.
-    assert len(service.requests) <= 1 + 1
+            await client.complete("Hi", deadline_s=1.0)
+    assert len(service.requests) <= 3
 
 
 async def test_a_conversation() -> None:

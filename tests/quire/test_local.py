@@ -40,6 +40,11 @@ def record(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 CONFIG = LocalConfig(model=Path("/model"), served_model_name="fake", port=0, programs=PROGRAMS)
 
 
+async def fail_to_start(config: LocalConfig) -> None:
+    async with LocalSet(config):
+        pass
+
+
 def lines(path: Path) -> list[str]:
     return path.read_text().split() if path.exists() else []
 
@@ -93,7 +98,7 @@ async def test_one_that_dies_at_start_ends_all_and_says_why(
 ) -> None:
     monkeypatch.setenv(f"DIE_{name}", "no model here")
     with pytest.raises(SetFailed) as caught:
-        await LocalSet(CONFIG).__aenter__()
+        await fail_to_start(CONFIG)
     assert str(caught.value) == f"the {name} ended with exit code 1: no model here"
     assert left_behind(record) == ([], [])
 
@@ -112,8 +117,10 @@ async def test_one_that_dies_later_ends_all_and_says_so(record: Path) -> None:
 
 async def test_a_program_that_is_not_there(record: Path) -> None:
     programs = {**PROGRAMS, "worker": ("/no/such/program",)}
-    with pytest.raises(SetFailed, match=r"^the worker ended with exit code 1: FileNotFoundError"):
-        await LocalSet(replace(CONFIG, programs=programs)).__aenter__()
+    with pytest.raises(
+        SetFailed, match=r"^the worker ended with exit code 127: /no/such/program: No such"
+    ):
+        await fail_to_start(replace(CONFIG, programs=programs))
     assert left_behind(record) == ([], [])
 
 
@@ -123,7 +130,7 @@ async def test_a_port_in_use_is_noticed_before_anything_starts(record: Path) -> 
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(SetFailed) as caught:
-            await LocalSet(replace(CONFIG, port=port)).__aenter__()
+            await fail_to_start(replace(CONFIG, port=port))
     assert str(caught.value) == (
         f"cannot listen on 127.0.0.1:{port} (Address already in use); choose another --port"
     )
@@ -142,7 +149,7 @@ async def test_an_address_that_makes_no_sense(
     record: Path, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(SetFailed, match=message):
-        await LocalSet(replace(CONFIG, **changes)).__aenter__()
+        await fail_to_start(replace(CONFIG, **changes))
     assert lines(record / "started") == []
 
 

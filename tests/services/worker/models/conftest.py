@@ -48,7 +48,7 @@ def oracle():
 
 @pytest.fixture(scope="session")
 def save_by_transformers():
-    """Writes a random model the way `transformers` does today, with its spelling of the settings."""
+    """Writes a random model as `transformers` does today, with its spelling of the settings."""
 
     def save(folder: Path, kind: str, **settings) -> Path:
         config = AutoConfig.for_model(kind, **settings)
