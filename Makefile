@@ -62,7 +62,7 @@ protos: $(STAMP) ## quire/v1 from protos/
 	@$(BIN)/python protos/generate.py
 
 bench: model ## one load run against a local set; ARGS="--help" for the choices
-	@$(BIN)/quire bench $(ARGS)
+	@$(BIN)/quire bench serve --local $(ARGS)
 
 clean: ## removes .venv and all caches; models stay
 	@rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache *.egg-info
