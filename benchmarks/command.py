@@ -18,5 +18,12 @@ COMMAND = Group(
             extra="scheduler",
             needs=("numpy",),
         ),
+        Entry(
+            name="link",
+            help="cost of the step link per step, without a model",
+            target="benchmarks.link:COMMAND",
+            extra="scheduler",
+            needs=("numpy", "uvloop"),
+        ),
     ),
 )

@@ -32,8 +32,11 @@ class ReferenceKVCache:
         self.spec = spec
         self.num_blocks = num_blocks
         shape = (spec.num_kv_heads, num_blocks + 1, spec.block_size, spec.head_dim)
-        self.keys = [torch.zeros(shape, dtype=spec.dtype, device=device) for _ in self._layers()]
-        self.values = [torch.zeros(shape, dtype=spec.dtype, device=device) for _ in self._layers()]
+        # Not zeroed: pages that no request reaches are never touched, and start-up stays short.
+        self.keys = [torch.empty(shape, dtype=spec.dtype, device=device) for _ in self._layers()]
+        self.values = [torch.empty(shape, dtype=spec.dtype, device=device) for _ in self._layers()]
+        for table in (*self.keys, *self.values):
+            table[:, num_blocks] = 0
         self._scratch = [torch.empty(0, dtype=spec.dtype, device=device) for _ in range(2)]
         self._planned_batch: AttentionBatch | None = None
         self._plans: dict[int | None, StepPlan] = {}
