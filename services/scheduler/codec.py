@@ -8,6 +8,7 @@ import math
 import secrets
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from types import MappingProxyType
 
 import numpy as np
 
@@ -45,6 +46,19 @@ PROTOCOL_MAJOR = 1
 """Major version of both protocols this scheduler speaks."""
 
 _MAX_REQUEST_ID_BYTES = 128
+
+_REGISTER_LIMITS = MappingProxyType(
+    {
+        "block_size": 1 << 12,
+        "num_blocks": 1 << 26,
+        "max_num_seqs": 1 << 14,
+        "max_num_batched_tokens": 1 << 24,
+        "max_model_len": 1 << 24,
+        "vocab_size": 1 << 24,
+        "max_in_flight": 16,
+    }
+)
+"""Largest values a worker may announce; tables are sized by them."""
 
 _FINISHED = {
     EndReason.STOP: generation_pb2.FINISH_REASON_STOP,
@@ -270,19 +284,10 @@ def parse_register(message: worker_pb2.Register) -> tuple[WorkerSpec, str]:
     for field in ("worker_id", "instance_id", "model", "model_digest"):
         if not getattr(message, field):
             raise InvalidArgument(f"register.{field}", "must not be empty")
-    for field in (
-        "block_size",
-        "num_blocks",
-        "max_num_seqs",
-        "max_num_batched_tokens",
-        "max_model_len",
-        "vocab_size",
-        "max_in_flight",
-    ):
-        if not 1 <= getattr(message, field) < 2**31:
-            raise InvalidArgument(
-                f"register.{field}", f"must be >= 1, got {getattr(message, field)}"
-            )
+    for field, most in _REGISTER_LIMITS.items():
+        got = getattr(message, field)
+        if not 1 <= got <= most:
+            raise InvalidArgument(f"register.{field}", f"must be from 1 to {most}, got {got}")
     for token in message.eos_token_ids:
         if token >= message.vocab_size:
             raise InvalidArgument("register.eos_token_ids", f"{token} is outside the vocabulary")

@@ -224,7 +224,16 @@ class EngineLoop:
                     )
                 )
                 return None
-            lowered, epoch, events = self._core.attach(spec)
+            try:
+                lowered, epoch, events = self._core.attach(spec)
+            except MemoryError:
+                taken.set_exception(
+                    FailedPrecondition(
+                        f"no memory for {spec.num_slots} rows of {spec.max_model_len} tokens; "
+                        "lower max_num_seqs or max_model_len"
+                    )
+                )
+                return None
             link = WorkerLink(lowered, epoch, model)
             self._links[spec.worker_id] = link
             log.info(

@@ -8,7 +8,10 @@ from benchmarks.command import COMMAND
 
 def test_it_reports_percentiles(tmp_path: Path) -> None:
     out = tmp_path / "link.json"
-    assert COMMAND.run("quire bench", ["link", "--rows", "3", "--steps", "40", "--json", str(out)]) == 0
+    assert (
+        COMMAND.run("quire bench", ["link", "--rows", "3", "--steps", "40", "--json", str(out)])
+        == 0
+    )
     (cost,) = json.loads(out.read_text())["link"]
     assert cost["rows"] == 3
     assert 0 < cost["us_p50"] <= cost["us_p90"] <= cost["us_p99"]
@@ -16,6 +19,11 @@ def test_it_reports_percentiles(tmp_path: Path) -> None:
 
 def test_the_scheduler_benchmark_reports_the_cost_per_row(tmp_path: Path) -> None:
     out = tmp_path / "scheduler.json"
-    assert COMMAND.run("quire bench", ["scheduler", "--rows", "8", "--steps", "40", "--json", str(out)]) == 0
+    assert (
+        COMMAND.run(
+            "quire bench", ["scheduler", "--rows", "8", "--steps", "40", "--json", str(out)]
+        )
+        == 0
+    )
     for cost in json.loads(out.read_text())["decode"]:
         assert cost["us_per_row"] == cost["us_per_step"] / 8 > 0

@@ -127,18 +127,21 @@ class Scheduler:
         Returns:
             The worker's limits as lowered by the configuration, the epoch of the attachment, and
             the ends of queued requests that cannot fit.
+
+        Raises:
+            MemoryError: its tables do not fit; nothing has changed.
         """
         assert announced.worker_id not in self._workers, "the worker is attached already"
         spec = self._lowered(announced)
         epoch = self._next_epoch
+        hashing = self._chain_hash if self._config.enable_prefix_caching else None
+        self._workers[spec.worker_id] = WorkerState(spec, epoch, hashing)
         self._next_epoch += 1
         chain = (spec.block_size, spec.chain_root)
         if self._chain not in (None, chain):
             for request in self._waiting:
                 request.hashes.clear()
         self._chain = chain
-        hashing = self._chain_hash if self._config.enable_prefix_caching else None
-        self._workers[spec.worker_id] = WorkerState(spec, epoch, hashing)
         self._refresh_limits()
         return spec, epoch, replace(NO_TOKENS, ended=tuple(self._check_queued()))
 

@@ -184,6 +184,9 @@ async def test_a_failed_row_ends_its_request_alone(scheduler: Running) -> None:
         ("worker_id", "", grpc.StatusCode.INVALID_ARGUMENT),
         ("block_size", 0, grpc.StatusCode.INVALID_ARGUMENT),
         ("eos_token_ids", [100], grpc.StatusCode.INVALID_ARGUMENT),
+        ("num_blocks", 2**31 - 1, grpc.StatusCode.INVALID_ARGUMENT),
+        ("max_num_seqs", 2**31 - 1, grpc.StatusCode.INVALID_ARGUMENT),
+        ("max_in_flight", 17, grpc.StatusCode.INVALID_ARGUMENT),
     ],
 )
 async def test_bad_registrations_are_refused_by_name(
@@ -194,6 +197,23 @@ async def test_bad_registrations_are_refused_by_name(
             pass
     assert error.value.code() is code
     assert field in error.value.details()
+
+
+async def test_a_worker_whose_tables_do_not_fit_is_refused(scheduler: Running) -> None:
+    """Each value is within its bounds; all together need more memory than any machine has."""
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        async with attached(
+            scheduler.target,
+            max_num_seqs=1 << 14,
+            max_model_len=1 << 24,
+            max_in_flight=16,
+            max_num_batched_tokens=1 << 20,
+        ):
+            pass
+    assert error.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert "max_num_seqs" in error.value.details()
+    async with attached(scheduler.target):
+        assert len((await scheduler.loads()).workers) == 1
 
 
 async def test_workers_of_another_model_are_refused(scheduler: Running) -> None:
