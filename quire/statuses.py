@@ -63,7 +63,7 @@ def error_of(failure: grpc.RpcError, target: str) -> QuireError:
     if code is grpc.StatusCode.UNAVAILABLE and status is None:
         # Our servers send details with it; without any, it is the transport that speaks.
         return Unreachable(
-            f"cannot reach {target} ({text.rpartition(': ')[2] or 'no reason given'})"
+            f"cannot reach {target} ({text.rpartition(': ')[2].rstrip(']') or 'no reason given'})"
         )
     if code is grpc.StatusCode.DEADLINE_EXCEEDED and status is None:
         return DeadlineExceeded(f"{target} did not finish within the time given")

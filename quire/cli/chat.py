@@ -23,7 +23,9 @@ class Chat:
     def configure(self, parser: argparse.ArgumentParser) -> None:
         """Adds the command's arguments."""
         parser.add_argument(
-            "prompt", nargs="*", help="one question; without it, standard input or a conversation"
+            "prompt",
+            nargs="*",
+            help="one question; - or a pipe: all of standard input is one; else a conversation",
         )
         parser.add_argument("--system", metavar="TEXT", help="the system message")
         add_request_flags(parser)
@@ -34,7 +36,9 @@ class Chat:
         system = [] if args.system is None else [ChatMessage(role="system", content=args.system)]
         if args.prompt or not sys.stdin.isatty():
             typed = " ".join(args.prompt)
-            question = read_stdin() if typed in ("", "-") else typed
+            question = typed if args.prompt and typed != "-" else read_stdin()
+            if not question.strip():
+                raise UsageError("quire chat: the question is empty (see quire chat --help)")
             asyncio.run(_answer_once(args, params, system, question))
             return 0
         if args.json:

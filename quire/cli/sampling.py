@@ -11,8 +11,16 @@ from quire.params import SamplingParams
 
 def add_request_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `SamplingParams`, `--target`, `--deadline` and `--json`."""
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="most tokens to generate")
-    parser.add_argument("--temperature", type=float, metavar="X", help="0 is greedy")
+    parser.add_argument(
+        "--max-tokens",
+        type=int,
+        default=512,
+        metavar="N",
+        help="most tokens to generate (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--temperature", type=float, metavar="X", help="0 is greedy (default: the model's, else 1)"
+    )
     parser.add_argument("--top-p", type=float, metavar="X", help="in (0, 1]; 1 keeps all tokens")
     parser.add_argument("--top-k", type=int, metavar="N", help="0 keeps all tokens")
     parser.add_argument("--seed", type=int, metavar="N", help="the same seed draws the same tokens")

@@ -34,7 +34,7 @@ class Up:
 def _say_how_to_talk(model: str, running: LocalSet) -> None:
     target = "" if running.target == DEFAULT_TARGET else f" --target {running.target}"
     print(f"{model} is served at {running.target}; Ctrl-C ends it. Talk to it with:")
-    print(f'  quire chat{target} "What is the capital of France?"', flush=True)
+    print(f'  quire chat{target} --temperature 0 "What is the capital of France?"', flush=True)
 
 
 COMMAND = Up()

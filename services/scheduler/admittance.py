@@ -3,6 +3,8 @@
 Shared by both doors of the token service.
 """
 
+from dataclasses import replace
+
 from services.chassis.errors import NotFound, Unavailable
 from services.scheduler import codec
 from services.scheduler.core.plan import AddRequest
@@ -26,6 +28,18 @@ async def admit(loop: EngineLoop, caller: Caller, stream: int, call: codec.Token
         raise Unavailable("the scheduler is stopping", reason="DRAINING")
     if call.model and loop.model and call.model != loop.model:
         raise NotFound(f"model: {call.model!r} is not served here; {loop.model!r} is")
+    request = AddRequest(
+        request_id=call.request_id,
+        handle=caller.handle(stream),
+        attempt=call.attempt,
+        prompt=call.prompt,
+        resumed=call.resumed,
+        max_tokens=call.max_tokens,
+        ignore_eos=call.ignore_eos,
+        sampling=call.sampling,
+        traceparent=call.traceparent,
+    )
+    loop.check(request)  # before any work is put into a prompt that cannot be served
     hashing = loop.hashing
     hashes: tuple[bytes, ...] = ()
     if hashing is not None:
@@ -33,17 +47,4 @@ async def admit(loop: EngineLoop, caller: Caller, stream: int, call: codec.Token
         hashes = await hash_prompt(call.prompt, block_size=block_size, root=root)
         if loop.hashing != hashing:
             hashes = ()  # other workers came meanwhile; the core hashes by itself
-    caller.add(
-        AddRequest(
-            request_id=call.request_id,
-            handle=caller.handle(stream),
-            attempt=call.attempt,
-            prompt=call.prompt,
-            prompt_hashes=hashes,
-            resumed=call.resumed,
-            max_tokens=call.max_tokens,
-            ignore_eos=call.ignore_eos,
-            sampling=call.sampling,
-            traceparent=call.traceparent,
-        )
-    )
+    caller.add(replace(request, prompt_hashes=hashes))

@@ -16,6 +16,7 @@ import numpy as np
 
 from services.chassis.errors import FailedPrecondition, Unavailable
 from services.scheduler import codec
+from services.scheduler.core.admission import token_limit
 from services.scheduler.core.plan import (
     AddRequest,
     Ended,
@@ -162,6 +163,19 @@ class EngineLoop:
         return {worker_id: link.timings.summary() for worker_id, link in self._links.items()}
 
     # Callers
+
+    def check(self, request: AddRequest) -> None:
+        """Refuses what the attached workers can never serve; the core decides again when it adds.
+
+        Raises:
+            ServiceError: names the field and the limit.
+        """
+        if self._core.limits is None:
+            return
+        try:
+            token_limit(request, self._core.limits)
+        except Refused as error:
+            raise codec.refusal_error(error.refusal) from error
 
     @contextlib.asynccontextmanager
     async def caller(self, outbox: Outbox) -> AsyncIterator["Caller"]:

@@ -78,6 +78,7 @@ class _Session:
         first = await anext(requests, None)
         if first is None or first.WhichOneof("message") != "hello":
             raise InvalidArgument("message", "the first message of a session must be hello")
+        refuse_unknown_fields(first)
         codec.check_hello(first.hello)
         log.info("session of tokenizer %s opened", first.hello.instance_id)
         await self._context.write(

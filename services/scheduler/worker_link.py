@@ -41,6 +41,7 @@ class WorkerLinkServicer(worker_pb2_grpc.WorkerLinkServiceServicer):
         first = await anext(requests, None)
         if first is None or first.WhichOneof("message") != "register":
             raise InvalidArgument("message", "the first message of a worker must be register")
+        refuse_unknown_fields(first)
         spec, model = codec.parse_register(first.register)
         link = await self._loop.attach(spec, model)
         try:

@@ -26,6 +26,7 @@ from services.tokenizer.packing import unpack_ids
 MAX_REQUEST_ID_BYTES = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 256
+MAX_MESSAGES = 4096
 MAX_ROLE_CHARACTERS = 64
 CONTEXT_LENGTH = "CONTEXT_LENGTH"
 """ErrorInfo reason of a request that is longer than the model's context."""
@@ -162,6 +163,10 @@ def check_messages(messages: Sequence[ChatMessage]) -> None:
     """Raises InvalidArgument unless there is a message and each has a usable role."""
     if not messages:
         raise InvalidArgument("messages", "must hold at least one message")
+    if len(messages) > MAX_MESSAGES:
+        raise InvalidArgument(
+            "messages", f"must hold at most {MAX_MESSAGES} messages, got {len(messages)}"
+        )
     for index, message in enumerate(messages):
         if not message.role or len(message.role) > MAX_ROLE_CHARACTERS:
             raise InvalidArgument(

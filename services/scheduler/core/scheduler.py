@@ -116,7 +116,8 @@ class Scheduler:
         if request is None:
             return NO_TOKENS
         ended = self._end(request, EndReason.STOP)
-        return replace(NO_TOKENS, ended=(replace(ended, completion_tokens=kept_tokens),))
+        kept = min(kept_tokens, ended.completion_tokens)
+        return replace(NO_TOKENS, ended=(replace(ended, completion_tokens=kept),))
 
     def attach(self, announced: WorkerSpec) -> tuple[WorkerSpec, int, Events]:
         """Takes a worker with an empty pool.

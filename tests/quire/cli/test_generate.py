@@ -193,3 +193,27 @@ async def test_health_of_nobody() -> None:
     async with serving(FakeTextService()) as target:
         unknown = await quire("health", target, "--service", "x")
     assert (unknown.code, unknown.err) == (1, f"quire: {target} has no service 'x'\n")
+
+
+async def test_an_answer_has_a_limit_unless_told_otherwise() -> None:
+    service = FakeTextService()
+    async with serving(service) as target:
+        await quire("generate", "--prompt", "Hi", "--target", target)
+    (request,) = service.requests
+    assert request.stopping.max_tokens == 512
+
+
+@pytest.mark.parametrize("arguments", [("chat", ""), ("chat", "  "), ("chat",), ("chat", "-")])
+async def test_an_empty_question_is_not_asked(arguments: tuple[str, ...]) -> None:
+    service = FakeTextService()
+    async with serving(service) as target:
+        result = await quire(*arguments, "--target", target, stdin="\n")
+    assert result.code == 2
+    assert "the question is empty" in result.err
+    assert not service.requests
+
+
+async def test_a_name_that_does_not_resolve_is_told_plainly() -> None:
+    result = await quire("generate", "--prompt", "Hi", "--target", "nonsense.invalid:1")
+    assert result.code == 1
+    assert "])" not in result.err

@@ -8,8 +8,15 @@ import grpc
 import numpy as np
 import pytest
 
-from quire.v1 import generation_pb2, info_pb2, info_pb2_grpc, token_pb2
-from tests.fakes.scripted_worker import ScriptedWorker, attached, column
+from quire.v1 import (
+    generation_pb2,
+    info_pb2,
+    info_pb2_grpc,
+    token_pb2,
+    worker_pb2,
+    worker_pb2_grpc,
+)
+from tests.fakes.scripted_worker import REGISTER, ScriptedWorker, attached, column
 from tests.services.scheduler.conftest import Running
 
 
@@ -304,3 +311,29 @@ async def test_model_info_follows_the_workers(scheduler: Running) -> None:
         info = await stub.GetModelInfo(info_pb2.GetModelInfoRequest())
         assert info.limits.model == "scripted-model"
         assert info.limits.vocab_size == 100
+
+
+@pytest.mark.parametrize("door", ["session", "attach"])
+async def test_an_unknown_field_in_the_first_message_is_refused(
+    scheduler: Running, door: str
+) -> None:
+    if door == "session":
+        call = scheduler.tokens.Session()
+        first = token_pb2.SessionRequest(hello=token_pb2.Hello(protocol_major=1))
+    else:
+        call = worker_pb2_grpc.WorkerLinkServiceStub(scheduler.channel).Attach()
+        first = worker_pb2.AttachRequest(register=worker_pb2.Register(**REGISTER))
+    first.MergeFromString(b"\x98\x06\x01")
+    await call.write(first)
+    assert await call.code() is grpc.StatusCode.UNIMPLEMENTED
+    assert "field 99" in await call.details()
+
+
+async def test_a_prompt_far_beyond_the_context_is_refused_with_both_numbers(
+    scheduler: Running,
+) -> None:
+    async with served(scheduler), opened(scheduler) as session:
+        await session.submit(1, [0] * 2_000_000)
+        end = await session.end_of(1)
+        assert "63" in end.status.message
+        assert "2000000" in end.status.message

@@ -16,7 +16,12 @@ from services.tokenizer.domain import (
     Sampling,
     SamplingDefaults,
 )
-from services.tokenizer.validation import Validator, check_messages, check_not_empty
+from services.tokenizer.validation import (
+    MAX_MESSAGES,
+    Validator,
+    check_messages,
+    check_not_empty,
+)
 
 LIMITS = Limits(
     model="tiny",
@@ -228,3 +233,10 @@ def test_bad_messages_are_refused(messages: list[ChatMessage], field: str) -> No
 def test_an_empty_list_is_refused_by_name() -> None:
     with pytest.raises(InvalidArgument, match=r"^texts: must hold at least one entry"):
         check_not_empty([], "texts")
+
+
+def test_a_conversation_has_a_largest_number_of_messages():
+    turn = ChatMessage(role="user", content="a")
+    check_messages([turn] * MAX_MESSAGES)
+    with pytest.raises(InvalidArgument, match=f"at most {MAX_MESSAGES} messages, got"):
+        check_messages([turn] * (MAX_MESSAGES + 1))
