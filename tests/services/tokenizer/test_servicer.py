@@ -502,7 +502,7 @@ async def cancel_after_stop(running: TextService) -> None:
 
 
 async def deadline_passes(running: TextService) -> None:
-    call = running.stub.Generate(generate(), timeout=0.1)
+    call = running.stub.Generate(generate(), timeout=2.0)
     got = await running.scheduler.next_submission()
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await collect(call)
