@@ -20,7 +20,7 @@ COMMAND = Group(
         ),
         Entry(
             name="link",
-            help="cost of the step link per step, with a real scheduler and a worker without a model",
+            help="cost of the step link per step, without a model",
             target="benchmarks.link:COMMAND",
             extra="scheduler",
             needs=("numpy", "uvloop"),

@@ -171,7 +171,7 @@ class LinkBench:
     """The subcommand."""
 
     name = "link"
-    help = "cost of the step link per step, with a real scheduler and a worker without a model"
+    help = "cost of the step link per step, without a model"
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
         """Adds the arguments."""
