@@ -8,12 +8,16 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class OutputOptions(_message.Message):
-    __slots__ = ("stream", "return_token_ids")
+    __slots__ = ("stream", "return_token_ids", "include_stop_str_in_output", "skip_special_tokens")
     STREAM_FIELD_NUMBER: _ClassVar[int]
     RETURN_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    INCLUDE_STOP_STR_IN_OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     stream: bool
     return_token_ids: bool
-    def __init__(self, stream: _Optional[bool] = ..., return_token_ids: _Optional[bool] = ...) -> None: ...
+    include_stop_str_in_output: bool
+    skip_special_tokens: bool
+    def __init__(self, stream: _Optional[bool] = ..., return_token_ids: _Optional[bool] = ..., include_stop_str_in_output: _Optional[bool] = ..., skip_special_tokens: _Optional[bool] = ...) -> None: ...
 
 class Resume(_message.Message):
     __slots__ = ("token_ids",)
