@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from services.tokenizer.encoding import Encoding, load_encoding
-from tests.services.tokenizer.samples import byte_level, write_folder
+from tests.assets.tokenizers import byte_level, write_folder
 
 
 @pytest.fixture

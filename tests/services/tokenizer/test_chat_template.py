@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from services.chassis.errors import InvalidArgument
 from services.tokenizer.chat_template import ChatTemplate, TemplateBroken
 from services.tokenizer.domain import ChatMessage, RenderedChat
-from tests.services.tokenizer.samples import SMOLLM_TEMPLATE, byte_level, sentencepiece_like
+from tests.assets.tokenizers import SMOLLM_TEMPLATE, byte_level, sentencepiece_like
 
 TRIMMING = (
     "{{ bos_token }}{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"

@@ -5,7 +5,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 
 from services.tokenizer.detokenizer import Detokenization
-from tests.services.tokenizer.samples import (
+from tests.assets.tokenizers import (
     byte_ids,
     byte_level,
     fallback_ids,

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 from services.chassis.process import StartupError
 from services.tokenizer.domain import ChatMessage
 from services.tokenizer.encoding import load_encoding
-from tests.services.tokenizer.samples import byte_level, sentencepiece_like, write_folder
+from tests.assets.tokenizers import byte_level, sentencepiece_like, write_folder
 
 
 def test_ids_are_those_of_the_file_whatever_class_the_config_names(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from services.tokenizer.domain import ChatMessage, RenderedChat
 from services.tokenizer.encoding import Encoding
 from services.tokenizer.encoding_pool import EncodingPool
 from tests.services.tokenizer.harness import eventually
-from tests.services.tokenizer.samples import byte_ids
+from tests.assets.tokenizers import byte_ids
 
 
 class SlowEncoding(Encoding):

@@ -6,7 +6,7 @@ import pytest
 from services.tokenizer.detokenizer import Detokenization
 from services.tokenizer.domain import FinishReason, TextEnd, TokenEnd, Usage
 from services.tokenizer.generation import StopFound, TextGeneration, make_matcher
-from tests.services.tokenizer.samples import byte_ids, byte_level, piece_id
+from tests.assets.tokenizers import byte_ids, byte_level, piece_id
 
 TOKENIZER = byte_level()
 EOS = frozenset({2})

@@ -17,7 +17,7 @@ from services.chassis.process import StartupError
 from services.tokenizer.__main__ import serve
 from services.tokenizer.settings import TokenizerSettings
 from tests.fakes.scheduler import FakeScheduler, default_limits
-from tests.services.tokenizer.samples import byte_ids, byte_level, write_folder
+from tests.assets.tokenizers import byte_ids, byte_level, write_folder
 
 ROOT = Path(__file__).parents[3]
 SERVING = health_pb2.HealthCheckResponse.SERVING

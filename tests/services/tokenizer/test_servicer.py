@@ -13,7 +13,7 @@ from services.tokenizer.domain import SamplingDefaults
 from services.tokenizer.encoding import Encoding, load_encoding
 from tests.fakes.scheduler import FakeScheduler, Submission, default_limits, packed, unpacked
 from tests.services.tokenizer.harness import NOTHING, TextService, eventually, text_service
-from tests.services.tokenizer.samples import byte_ids, byte_level, piece_id, write_folder
+from tests.assets.tokenizers import byte_ids, byte_level, piece_id, write_folder
 
 STOP = generation_pb2.FINISH_REASON_STOP
 LENGTH = generation_pb2.FINISH_REASON_LENGTH
