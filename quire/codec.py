@@ -60,9 +60,19 @@ def chat_messages(
     """The turns of a conversation, given as `ChatMessage` or as mappings with the same two keys.
 
     Raises:
-        InvalidRequest: one of them lacks its role or content, or has more.
+        InvalidRequest: some of them lack their role or content, or have more; names all of these.
     """
-    return [_chat_message(index, message) for index, message in enumerate(messages)]
+    turns = []
+    wrong: list[tuple[str, str]] = []
+    for index, message in enumerate(messages):
+        try:
+            turns.append(_chat_message(index, message))
+        except InvalidRequest as error:
+            wrong += error.violations
+    if wrong:
+        first, *others = wrong
+        raise InvalidRequest(*first, *others)
+    return turns
 
 
 def resumed(request: Request, attempt: int, token_ids: Sequence[int]) -> Request:
@@ -169,8 +179,11 @@ def _filled(request: Request, params: SamplingParams, *, request_id: str, seed: 
     if params.max_tokens is not None:
         request.stopping.max_tokens = params.max_tokens
     request.stopping.ignore_eos = params.ignore_eos
+    request.stopping.stop_token_ids.extend(params.stop_token_ids)
     request.stop_strings.extend(checked_text(text, "stop") for text in params.stop)
     request.output.return_token_ids = True
+    request.output.include_stop_str_in_output = params.include_stop_str_in_output
+    request.output.skip_special_tokens = params.skip_special_tokens
     return request
 
 
@@ -178,9 +191,10 @@ def _chat_message(index: int, message: ChatMessage | Mapping[str, str]) -> text_
     where = f"messages[{index}]"
     if isinstance(message, ChatMessage):
         message = {"role": message.role, "content": message.content}
-    for key in message:
-        if key not in ("role", "content"):
-            raise InvalidRequest(f"{where}.{key}", "is not known in this version")
+    unknown = [key for key in message if key not in ("role", "content")]
+    if unknown:
+        first, *others = ((f"{where}.{key}", "is not known in this version") for key in unknown)
+        raise InvalidRequest(*first, *others)
     return text_pb2.ChatMessage(
         role=checked_text(message.get("role"), f"{where}.role"),
         content=checked_text(message.get("content"), f"{where}.content"),

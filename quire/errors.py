@@ -1,7 +1,7 @@
 """What can go wrong, as one tree.
 
     QuireError
-    ├── InvalidRequest       a field is wrong; names it
+    ├── InvalidRequest       fields are wrong; names them
     ├── NotSupported         a later version has it, this one does not
     ├── ModelNotFound        no such model on this machine
     ├── PullFailed           a model could not be fetched or converted
@@ -37,18 +37,21 @@ class QuireError(Exception):
 
 
 class InvalidRequest(QuireError, ValueError):
-    """A field of the request is wrong.
+    """A field of the request is wrong, or several; the message names all of them.
 
     Args:
         field: its name, or its path in the message, e.g. `sampling.top_p`. May be empty where a
             server named none.
         description: what is wrong, with the limit and the value.
+        others: more wrong fields, each with its description.
     """
 
-    def __init__(self, field: str, description: str) -> None:
-        super().__init__(f"{field}: {description}" if field else description)
+    def __init__(self, field: str, description: str, *others: tuple[str, str]) -> None:
+        violations = ((field, description), *others)
+        super().__init__("; ".join(f"{at}: {text}" if at else text for at, text in violations))
         self.field = field
         self.description = description
+        self.violations = violations
 
 
 class NotSupported(QuireError):

@@ -1,7 +1,7 @@
 """How to sample and when to stop, checked when it is written down."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any
@@ -11,6 +11,7 @@ from quire.errors import InvalidRequest, NotSupported
 _LARGEST_FLOAT32 = 3.4028234663852886e38
 _MOST_STOPS = 16
 _LONGEST_STOP = 256
+_MOST_STOP_TOKENS = 128
 
 _LATER = MappingProxyType(
     {
@@ -27,15 +28,12 @@ _LATER = MappingProxyType(
         "bad_words": "forbidden words",
         "allowed_token_ids": "a choice of tokens",
         "min_tokens": "a least number of tokens",
-        "stop_token_ids": "stop tokens of one's own",
-        "include_stop_str_in_output": "keeping the stop string in the text",
         "logprobs": "log probabilities",
         "prompt_logprobs": "log probabilities of the prompt",
         "structured_outputs": "answers by a grammar",
         "guided_decoding": "answers by a grammar",
         "response_format": "answers by a grammar",
         "truncate_prompt_tokens": "shortening of the prompt",
-        "skip_special_tokens": "special tokens in the text",
         "detokenize": "answers without text",
         "priority": "priorities",
     }
@@ -55,9 +53,14 @@ class SamplingParams:
         ignore_eos: goes on after the model's end-of-sequence tokens.
         stop: text that ends the answer and is cut from it; at most 16 strings of 1 to 256
             characters. One string may be given as it is.
+        stop_token_ids: tokens that end the answer, as end-of-sequence tokens do and whatever
+            `ignore_eos` says; at most 128, each below the model's vocabulary size.
+        include_stop_str_in_output: the text ends with the stop string, or with the text of the
+            token, that ended the answer.
+        skip_special_tokens: leaves special tokens out of the text.
 
     Raises:
-        InvalidRequest: a value is out of range; names the field.
+        InvalidRequest: values are out of range; names all their fields.
     """
 
     temperature: float | None = None
@@ -67,20 +70,33 @@ class SamplingParams:
     max_tokens: int | None = None
     ignore_eos: bool = False
     stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        object.__setattr__(self, "stop", stop)
-        _check_number("temperature", self.temperature, 0.0, _LARGEST_FLOAT32, "finite and >= 0")
-        _check_number("top_p", self.top_p, 0.0, 1.0, "in (0, 1]")
-        if self.top_p == 0:
-            raise InvalidRequest("top_p", "must be in (0, 1], got 0")
-        _check_whole("top_k", self.top_k, 0, 2**32 - 1, ">= 0 (0 keeps all tokens)")
-        _check_whole("seed", self.seed, 0, 2**64 - 1, "from 0 to 2**64 - 1")
-        _check_whole("max_tokens", self.max_tokens, 1, 2**32 - 1, ">= 1")
-        if not isinstance(self.ignore_eos, bool):
-            raise InvalidRequest("ignore_eos", f"must be true or false, got {self.ignore_eos!r}")
-        _check_stop(stop)
+        for name, value in (("stop", self.stop), ("stop_token_ids", self.stop_token_ids)):
+            if isinstance(value, str) and name == "stop":
+                object.__setattr__(self, name, (value,))
+            elif isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping):
+                object.__setattr__(self, name, tuple(value))
+        wrong = list(self._violations())
+        if wrong:
+            first, *others = wrong
+            raise InvalidRequest(*first, *others)
+
+    def _violations(self) -> Iterator[tuple[str, str]]:
+        most = _LARGEST_FLOAT32
+        yield from _number("temperature", self.temperature, 0.0, most, "finite and >= 0")
+        yield from _number("top_p", self.top_p, 0.0, 1.0, "in (0, 1]", zero=False)
+        yield from _whole("top_k", self.top_k, 0, 2**32 - 1, ">= 0 (0 keeps all tokens)")
+        yield from _whole("seed", self.seed, 0, 2**64 - 1, "from 0 to 2**64 - 1")
+        yield from _whole("max_tokens", self.max_tokens, 1, 2**32 - 1, ">= 1")
+        yield from _flag("ignore_eos", self.ignore_eos)
+        yield from _stop(self.stop)
+        yield from _stop_token_ids(self.stop_token_ids)
+        yield from _flag("include_stop_str_in_output", self.include_stop_str_in_output)
+        yield from _flag("skip_special_tokens", self.skip_special_tokens)
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> "SamplingParams":
@@ -88,45 +104,81 @@ class SamplingParams:
 
         Raises:
             NotSupported: a keyword belongs to a later version; names it.
-            InvalidRequest: a keyword is unknown, or a value is out of range; names it.
+            InvalidRequest: keywords are unknown or values out of range; names all of them.
         """
         known = {field.name for field in fields(cls)}
         for name in values:
-            if name in known:
-                continue
             if name in _LATER:
                 raise NotSupported(f"{name} ({_LATER[name]}) is not available in this version")
-            raise InvalidRequest(
-                name, f"is no sampling parameter; known: {', '.join(sorted(known))}"
-            )
-        return cls(**values)
+        wrong = [
+            (name, f"is no sampling parameter; known: {', '.join(sorted(known))}")
+            for name in values
+            if name not in known
+        ]
+        try:
+            params = cls(**{name: value for name, value in values.items() if name in known})
+        except InvalidRequest as error:
+            wrong += error.violations
+        if wrong:
+            first, *others = wrong
+            raise InvalidRequest(*first, *others)
+        return params
 
 
-def _check_number(name: str, value: object, least: float, most: float, rule: str) -> None:
+_Violations = Iterator[tuple[str, str]]
+"""Fields that are wrong, each with what is wrong."""
+
+
+def _number(
+    name: str, value: object, least: float, most: float, rule: str, *, zero: bool = True
+) -> _Violations:
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise InvalidRequest(name, f"must be a number, got {value!r}")
-    if not math.isfinite(value) or not least <= value <= most:
-        raise InvalidRequest(name, f"must be {rule}, got {value!r}")
+        yield name, f"must be a number, got {value!r}"
+    elif not math.isfinite(value) or not least <= value <= most or (not zero and value == 0):
+        yield name, f"must be {rule}, got {value!r}"
 
 
-def _check_whole(name: str, value: object, least: int, most: int, rule: str) -> None:
+def _whole(name: str, value: object, least: int, most: int, rule: str) -> _Violations:
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidRequest(name, f"must be a whole number, got {value!r}")
-    if not least <= value <= most:
-        raise InvalidRequest(name, f"must be {rule}, got {value}")
+        yield name, f"must be a whole number, got {value!r}"
+    elif not least <= value <= most:
+        yield name, f"must be {rule}, got {value}"
 
 
-def _check_stop(stop: tuple[object, ...]) -> None:
-    if len(stop) > _MOST_STOPS:
-        raise InvalidRequest("stop", f"must be at most {_MOST_STOPS} strings, got {len(stop)}")
-    for text in stop:
+def _flag(name: str, value: object) -> _Violations:
+    if not isinstance(value, bool):
+        yield name, f"must be true or false, got {value!r}"
+
+
+def _stop(stops: object) -> _Violations:
+    if not isinstance(stops, tuple):
+        yield "stop", f"must be strings, got {stops!r}"
+        return
+    if len(stops) > _MOST_STOPS:
+        yield "stop", f"must be at most {_MOST_STOPS} strings, got {len(stops)}"
+    for text in stops:
         if not isinstance(text, str):
-            raise InvalidRequest("stop", f"must be strings, got {text!r}")
+            yield "stop", f"must be strings, got {text!r}"
+            return
         if not 1 <= len(text) <= _LONGEST_STOP:
-            raise InvalidRequest(
-                "stop", f"must be 1 to {_LONGEST_STOP} characters each, got {len(text)}"
-            )
+            yield "stop", f"must be 1 to {_LONGEST_STOP} characters each, got {len(text)}"
+            return
+
+
+def _stop_token_ids(ids: object) -> _Violations:
+    if not isinstance(ids, tuple):
+        yield "stop_token_ids", f"must be whole numbers, got {ids!r}"
+        return
+    if len(ids) > _MOST_STOP_TOKENS:
+        yield "stop_token_ids", f"must be at most {_MOST_STOP_TOKENS} ids, got {len(ids)}"
+    for token_id in ids:
+        if isinstance(token_id, bool) or not isinstance(token_id, int):
+            yield "stop_token_ids", f"must be whole numbers, got {token_id!r}"
+            return
+        if not 0 <= token_id < 2**32:
+            yield "stop_token_ids", f"must be from 0 to 2**32 - 1 each, got {token_id}"
+            return

@@ -90,8 +90,8 @@ def _status(metadata: Iterable[tuple[str, str | bytes]]) -> status_pb2.Status | 
 def _invalid(status: status_pb2.Status | None, text: str) -> InvalidRequest:
     bad = error_details_pb2.BadRequest()
     if _unpack(status, bad) and bad.field_violations:
-        first = bad.field_violations[0]
-        return InvalidRequest(first.field, first.description)
+        first, *others = ((wrong.field, wrong.description) for wrong in bad.field_violations)
+        return InvalidRequest(*first, *others)
     return InvalidRequest("", text)
 
 

@@ -32,6 +32,20 @@ def add_request_flags(parser: argparse.ArgumentParser) -> None:
         help="ends the answer; repeatable",
     )
     parser.add_argument(
+        "--stop-token-id",
+        type=int,
+        action="append",
+        default=[],
+        metavar="N",
+        help="ends the answer; repeatable",
+    )
+    parser.add_argument(
+        "--include-stop", action="store_true", help="shows what ended the answer in its text"
+    )
+    parser.add_argument(
+        "--show-special-tokens", action="store_true", help="shows special tokens in the text"
+    )
+    parser.add_argument(
         "--ignore-eos", action="store_true", help="goes on after an end-of-sequence token"
     )
     parser.add_argument(
@@ -52,7 +66,7 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
     """What the flags say.
 
     Raises:
-        InvalidRequest: a value is out of range; names the flag's field.
+        InvalidRequest: values are out of range; names their fields.
     """
     return SamplingParams(
         temperature=args.temperature,
@@ -62,6 +76,9 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
         max_tokens=args.max_tokens,
         ignore_eos=args.ignore_eos,
         stop=args.stop,
+        stop_token_ids=args.stop_token_id,
+        include_stop_str_in_output=args.include_stop,
+        skip_special_tokens=not args.show_special_tokens,
     )
 
 

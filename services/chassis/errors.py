@@ -1,7 +1,7 @@
 """The error tree of the services, and the one table between errors and gRPC statuses.
 
     ServiceError
-    ├── InvalidArgument      a field is wrong; names it            INVALID_ARGUMENT
+    ├── InvalidArgument      fields are wrong; names them          INVALID_ARGUMENT
     ├── Unimplemented        a field or rpc of a later version     UNIMPLEMENTED
     ├── NotFound             no such model                         NOT_FOUND
     ├── AlreadyExists        the request id is live                ALREADY_EXISTS
@@ -15,7 +15,8 @@
 Messages go to clients: they carry no paths, no prompt text, no stack traces.
 """
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar
 
 import grpc
@@ -27,6 +28,9 @@ _DOMAIN = "quire"
 _MAX_BYTES = 1024
 """Longest text in a status. A status travels in trailers, and peers drop a call whose trailers are
 over 8 KB; a message stands in them up to three times, percent-encoded and in base64."""
+
+_MAX_VIOLATION_BYTES = 2 * _MAX_BYTES
+"""Longest all violations of one status together; those beyond are counted and not listed."""
 
 
 class ServiceError(Exception):
@@ -59,7 +63,7 @@ class ServiceError(Exception):
 
 
 class InvalidArgument(ServiceError):
-    """A field of the request is wrong.
+    """A field of the request is wrong, or several (`joined`).
 
     Args:
         field: its path in the message, e.g. `sampling.top_p`.
@@ -79,14 +83,62 @@ class InvalidArgument(ServiceError):
         super().__init__(f"{field}: {description}", reason=reason, metadata=metadata)
         self.field = _clipped(field)
         self.description = _clipped(description)
+        self.violations: tuple[tuple[str, str], ...] = ((self.field, self.description),)
+
+    @classmethod
+    def joined(cls, errors: Sequence["InvalidArgument"]) -> "InvalidArgument":
+        """One error for several wrong fields of one request.
+
+        Args:
+            errors: at least one. The first is the one to be named where only one can be; the
+                reason is that of the first that has one.
+        """
+        first = errors[0]
+        if len(errors) == 1:
+            return first
+        told = next((error for error in errors if error.reason), first)
+        joined = cls(first.field, first.description, reason=told.reason, metadata=told.metadata)
+        joined.violations = tuple(pair for error in errors for pair in error.violations)
+        joined.message = _clipped("; ".join(f"{name}: {text}" for name, text in joined.violations))
+        joined.args = (joined.message,)
+        return joined
 
     def details(self) -> list[any_pb2.Any]:
-        """BadRequest with the field, and ErrorInfo where there is a reason."""
-        violation = error_details_pb2.BadRequest.FieldViolation(
-            field=self.field, description=self.description
-        )
-        bad = error_details_pb2.BadRequest(field_violations=[violation])
+        """BadRequest with the fields, and ErrorInfo where there is a reason."""
+        bad = error_details_pb2.BadRequest()
+        room = _MAX_VIOLATION_BYTES
+        for name, text in self.violations:
+            room -= len(name.encode("utf-8", "replace")) + len(text.encode("utf-8", "replace"))
+            if room < 0 and bad.field_violations:
+                left = len(self.violations) - len(bad.field_violations)
+                bad.field_violations[-1].description += f" ({left} more fields are wrong)"
+                break
+            bad.field_violations.add(field=name, description=text)
         return [_packed(bad), *super().details()]
+
+
+class Violations:
+    """Collects what is wrong with one request, so that its sender is told all of it at once."""
+
+    def __init__(self) -> None:
+        self._errors: list[InvalidArgument] = []
+
+    @contextlib.contextmanager
+    def collected(self) -> Iterator[None]:
+        """Keeps an InvalidArgument of the block for `raise_any`; the block ends there."""
+        try:
+            yield
+        except InvalidArgument as error:
+            self._errors.append(error)
+
+    def add(self, field: str, description: str) -> None:
+        """Notes that a field is wrong."""
+        self._errors.append(InvalidArgument(field, description))
+
+    def raise_any(self) -> None:
+        """Raises InvalidArgument with all of them, if there are any."""
+        if self._errors:
+            raise InvalidArgument.joined(self._errors)
 
 
 class Unimplemented(ServiceError):

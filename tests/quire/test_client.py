@@ -46,7 +46,16 @@ async def test_an_answer_comes_in_pieces_and_says_how_it_ended() -> None:
 
 async def test_what_is_asked_for_is_what_is_sent() -> None:
     params = SamplingParams(
-        temperature=0, top_p=0.5, top_k=0, seed=7, max_tokens=2, ignore_eos=True, stop="END"
+        temperature=0,
+        top_p=0.5,
+        top_k=0,
+        seed=7,
+        max_tokens=2,
+        ignore_eos=True,
+        stop="END",
+        stop_token_ids=[0, 9],
+        include_stop_str_in_output=True,
+        skip_special_tokens=False,
     )
     service = FakeTextService()
     async with serving(service) as target, AsyncClient(target) as client:
@@ -60,6 +69,10 @@ async def test_what_is_asked_for_is_what_is_sent() -> None:
     assert (request.sampling.top_k, request.sampling.seed) == (0, 7)
     assert (request.stopping.max_tokens, request.stopping.ignore_eos) == (2, True)
     assert list(request.stop_strings) == ["END"]
+    assert list(request.stopping.stop_token_ids) == [0, 9]
+    assert request.output.include_stop_str_in_output
+    assert request.output.HasField("skip_special_tokens")
+    assert not request.output.skip_special_tokens
     assert (request.attempt, request.HasField("resume")) == (0, False)
     assert service.metadata[0]["traceparent"] == "00-a-b-01"
 

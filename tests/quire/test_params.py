@@ -19,6 +19,9 @@ def test_nothing_given_leaves_everything_to_the_model() -> None:
         "max_tokens": None,
         "ignore_eos": False,
         "stop": (),
+        "stop_token_ids": (),
+        "include_stop_str_in_output": False,
+        "skip_special_tokens": True,
     }
 
 
@@ -34,12 +37,15 @@ def test_nothing_given_leaves_everything_to_the_model() -> None:
         {"seed": 2**64 - 1},
         {"max_tokens": 1},
         {"stop": ["x" * 256] * 16},
+        {"stop_token_ids": [0] * 127 + [2**32 - 1]},
+        {"include_stop_str_in_output": True},
+        {"skip_special_tokens": False},
     ],
 )
 def test_limits_are_inside(values: dict[str, Any]) -> None:
     params = SamplingParams(**values)
     ((name, value),) = values.items()
-    assert getattr(params, name) == (tuple(value) if name == "stop" else value)
+    assert getattr(params, name) == (tuple(value) if isinstance(value, list) else value)
 
 
 @pytest.mark.parametrize(
@@ -64,6 +70,18 @@ def test_limits_are_inside(values: dict[str, Any]) -> None:
         ({"stop": "x" * 257}, "stop: must be 1 to 256 characters each, got 257"),
         ({"stop": ["x"] * 17}, "stop: must be at most 16 strings, got 17"),
         ({"stop": [1]}, "stop: must be strings, got 1"),
+        ({"stop": 1}, "stop: must be strings, got 1"),
+        ({"stop_token_ids": 2}, "stop_token_ids: must be whole numbers, got 2"),
+        ({"stop_token_ids": "2"}, "stop_token_ids: must be whole numbers, got '2'"),
+        ({"stop_token_ids": [True]}, "stop_token_ids: must be whole numbers, got True"),
+        ({"stop_token_ids": [1, 2.0]}, "stop_token_ids: must be whole numbers, got 2.0"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids: must be from 0 to 2**32 - 1 each, got -1"),
+        ({"stop_token_ids": [1] * 129}, "stop_token_ids: must be at most 128 ids, got 129"),
+        (
+            {"include_stop_str_in_output": 1},
+            "include_stop_str_in_output: must be true or false, got 1",
+        ),
+        ({"skip_special_tokens": None}, "skip_special_tokens: must be true or false, got None"),
     ],
 )
 def test_what_is_out_of_range_is_named(values: dict[str, Any], message: str) -> None:
@@ -71,6 +89,22 @@ def test_what_is_out_of_range_is_named(values: dict[str, Any], message: str) -> 
         SamplingParams(**values)
     assert str(caught.value) == message
     assert caught.value.field == next(iter(values))
+
+
+def test_all_that_is_wrong_is_named_at_once() -> None:
+    values = {"temperature": -1, "seed": True, "stop": [""], "stop_token_ids": ["a"]}
+    with pytest.raises(InvalidRequest) as caught:
+        SamplingParams(**values)
+    assert caught.value.field == "temperature"
+    assert [field for field, _ in caught.value.violations] == list(values)
+    assert str(caught.value) == (
+        "temperature: must be finite and >= 0, got -1; seed: must be a whole number, got True; "
+        "stop: must be 1 to 256 characters each, got 0; "
+        "stop_token_ids: must be whole numbers, got 'a'"
+    )
+    with pytest.raises(InvalidRequest) as caught:
+        SamplingParams.from_mapping({"top_p": 2, "top_q": 1, "top_r": 1})
+    assert [field for field, _ in caught.value.violations] == ["top_q", "top_r", "top_p"]
 
 
 def test_one_stop_string_may_be_given_as_it_is() -> None:

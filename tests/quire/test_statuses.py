@@ -64,7 +64,7 @@ def test_every_code_has_its_error(code: grpc.StatusCode) -> None:
     assert "\n" not in error.message
 
 
-def test_the_first_field_that_is_wrong_is_named() -> None:
+def test_all_fields_that_are_wrong_are_named() -> None:
     bad = error_details_pb2.BadRequest(
         field_violations=[
             {"field": "a", "description": "is wrong"},
@@ -74,7 +74,8 @@ def test_the_first_field_that_is_wrong_is_named() -> None:
     info = error_details_pb2.ErrorInfo(reason="CONTEXT_LENGTH")
     error = error_of(with_details(failure("INVALID_ARGUMENT", "a: is wrong", info, bad)), "x")
     assert isinstance(error, errors.InvalidRequest)
-    assert (error.field, str(error)) == ("a", "a: is wrong")
+    assert (error.field, str(error)) == ("a", "a: is wrong; b: too")
+    assert error.violations == (("a", "is wrong"), ("b", "too"))
 
 
 def test_without_details_the_message_is_what_there_is() -> None:

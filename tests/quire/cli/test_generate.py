@@ -22,7 +22,8 @@ async def test_the_text_and_nothing_else() -> None:
         result = await quire(
             *("generate", "--prompt", "Hi", "--target", target, "--temperature", "0"),
             *("--top-p", "0.5", "--top-k", "3", "--seed", "7", "--max-tokens", "9"),
-            *("--stop", "A", "--stop", "B", "--ignore-eos"),
+            *("--stop", "A", "--stop", "B", "--ignore-eos", "--stop-token-id", "0"),
+            *("--stop-token-id", "9", "--include-stop", "--show-special-tokens"),
         )
     assert (result.code, result.out, result.err) == (0, f"{ANSWER}\n", "")
     (request,) = service.requests
@@ -31,6 +32,18 @@ async def test_the_text_and_nothing_else() -> None:
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0, 0.5, 3)
     assert (sampling.seed, request.stopping.max_tokens) == (7, 9)
     assert (list(request.stop_strings), request.stopping.ignore_eos) == (["A", "B"], True)
+    assert list(request.stopping.stop_token_ids) == [0, 9]
+    output = request.output
+    assert (output.include_stop_str_in_output, output.skip_special_tokens) == (True, False)
+
+
+async def test_wrong_flags_are_all_named() -> None:
+    result = await quire("chat", "--top-p", "2", "--stop-token-id", "-1", "x")
+    assert (result.code, result.out) == (1, "")
+    assert result.err == (
+        "quire: top_p: must be in (0, 1], got 2.0; "
+        "stop_token_ids: must be from 0 to 2**32 - 1 each, got -1\n"
+    )
 
 
 async def test_one_json_object() -> None:

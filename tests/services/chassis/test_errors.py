@@ -69,6 +69,37 @@ def test_a_wrong_field_is_named() -> None:
     )
 
 
+def test_several_wrong_fields_are_all_named() -> None:
+    wrong = errors.Violations()
+    wrong.raise_any()
+    wrong.add("a", "is wrong")
+    with wrong.collected():
+        raise errors.InvalidArgument("b", "is 7", reason="RANGE", metadata={"limit": "1"})
+    with pytest.raises(errors.InvalidArgument) as caught:
+        wrong.raise_any()
+    assert caught.value.field == "a"
+    status = errors.to_status(caught.value)
+    assert status.message == str(caught.value) == "a: is wrong; b: is 7"
+    details = unpack(status)
+    violations = [(v.field, v.description) for v in details["BadRequest"].field_violations]
+    assert violations == [("a", "is wrong"), ("b", "is 7")]
+    assert details["ErrorInfo"].reason == "RANGE"
+    assert details["ErrorInfo"].metadata == {"limit": "1"}
+
+
+def test_very_many_wrong_fields_stay_within_what_a_status_can_carry() -> None:
+    wrong = errors.Violations()
+    for index in range(4096):
+        wrong.add(f"messages[{index}].role", "must have 1 to 64 characters, got 0")
+    with pytest.raises(errors.InvalidArgument) as caught:
+        wrong.raise_any()
+    status = errors.to_status(caught.value)
+    listed = unpack(status)["BadRequest"].field_violations
+    assert 20 < len(listed) < 60
+    assert listed[-1].description.endswith(f" ({4096 - len(listed)} more fields are wrong)")
+    assert len(status.SerializeToString()) < 4500
+
+
 def test_a_refusal_says_when_to_try_again() -> None:
     details = unpack(errors.to_status(errors.Overloaded("queue is full", retry_after_s=2.25)))
     assert details["RetryInfo"].retry_delay.ToMilliseconds() == 2250
