@@ -1,8 +1,9 @@
 """The client: talks to the text door, and goes on where a cut stream ended.
 
 It is the first door of a request: it mints the request id and the seed, so that it can ask for the
-same answer again. A stream that is cut after tokens have come is resumed with those tokens: nothing
-of it is generated or yielded twice, and the same seed draws the same tokens.
+same answer again. A stream that is cut is resumed with the tokens that have come, on another server
+where there is one: nothing of it is generated or yielded twice, and the same seed draws the same
+tokens.
 """
 
 import asyncio
@@ -20,10 +21,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from quire import codec
 from quire.answers import ChatMessage, Completion, Delta, RenderedChat, ServerInfo
+from quire.course import Course, Cut, all_of
+from quire.endpoints import Endpoints, may_go_elsewhere, split_target
 from quire.errors import DeadlineExceeded, InvalidRequest, QuireError, ServerFault, Unavailable
 from quire.params import SamplingParams
 from quire.statuses import error_of
-from quire.v1 import text_pb2, text_pb2_grpc
+from quire.v1 import text_pb2
 
 DEFAULT_TARGET = "127.0.0.1:50051"
 """Where `quire up` serves."""
@@ -31,20 +34,6 @@ DEFAULT_TARGET = "127.0.0.1:50051"
 TEXT_SERVICE = "quire.v1.TextService"
 """Its name for health checks."""
 
-_MAX_MESSAGE_BYTES = 64 * 1024 * 1024
-_CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
-    ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
-    ("grpc.keepalive_time_ms", 20_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
-    # Keeps what a slow reader can pile up inside the transport near 100 KB instead of 5 MB.
-    ("grpc.http2.bdp_probe", 0),
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 2_000),
-)
-
-_FIRST_PAUSE_S = 0.1
-_LONGEST_PAUSE_S = 2.0
 _HEALTH_PAUSE_S = 0.1
 _HEALTH_TIMEOUT_S = 5.0
 
@@ -58,27 +47,39 @@ class CallOptions(TypedDict, total=False):
 
 
 class AsyncClient:
-    """A connection to one server.
+    """A connection to one server, or to several that serve the same model.
 
         async with AsyncClient("127.0.0.1:50051") as client:
             async for delta in client.generate("Once upon", SamplingParams(max_tokens=20)):
                 print(delta.text, end="", flush=True)
 
+    Each call goes to the next server in turn, past those that are known to be down. One that cannot
+    be reached, or is going away, is replaced by another before a call fails; so is one that goes
+    away in the middle of an answer. A name with several addresses counts as one server here, and
+    gRPC spreads the calls over its addresses.
+
     All methods raise the errors of `quire.errors`. Leaving the `async with` cuts what still runs.
 
     Args:
-        target: `host:port` or `unix:///path`.
+        target: `host:port` or `unix:///path`; several of them joined by commas, or a sequence.
         resume_tries: how often one cut stream is taken up again; 0 for never.
+
+    Raises:
+        InvalidRequest: `target` names no server.
     """
 
-    def __init__(self, target: str = DEFAULT_TARGET, *, resume_tries: int = 6) -> None:
-        self.target = target
+    def __init__(
+        self, target: str | Sequence[str] = DEFAULT_TARGET, *, resume_tries: int = 6
+    ) -> None:
+        self._targets = split_target(target)
+        self.target = ",".join(self._targets)
+        """All addresses, joined by commas."""
         self._resume_tries = resume_tries
-        self._open_channel: grpc.aio.Channel | None = None
+        self._open_endpoints: Endpoints | None = None
 
     async def __aenter__(self) -> Self:
         # A channel belongs to the loop it is made on, so it is made here.
-        self._open_channel = grpc.aio.insecure_channel(self.target, options=_CHANNEL_OPTIONS)
+        self._open_endpoints = Endpoints(self._targets)
         return self
 
     async def __aexit__(
@@ -87,8 +88,8 @@ class AsyncClient:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        channel, self._open_channel = self._channel, None
-        await channel.close()
+        endpoints, self._open_endpoints = self._endpoints, None
+        await endpoints.close()
 
     def generate(
         self,
@@ -115,7 +116,7 @@ class AsyncClient:
         request = codec.generate_request(
             prompt, params or _DEFAULTS, request_id=ask.request_id, seed=ask.seed
         )
-        return self._answer(self._text.Generate, request, ask)
+        return self._answer("Generate", request, ask)
 
     def chat(
         self,
@@ -142,7 +143,7 @@ class AsyncClient:
         request = codec.chat_request(
             messages, params or _DEFAULTS, request_id=ask.request_id, seed=ask.seed
         )
-        return self._answer(self._text.Chat, request, ask)
+        return self._answer("Chat", request, ask)
 
     async def complete(
         self,
@@ -172,7 +173,7 @@ class AsyncClient:
         request = text_pb2.TokenizeRequest(
             texts=[codec.checked_text(text, "text")], add_special_tokens=add_special_tokens
         )
-        response = await self._ask(self._text.Tokenize, request)
+        response = await self._ask("Tokenize", request)
         return codec.unpacked(response.results[0])
 
     async def detokenize(
@@ -186,7 +187,7 @@ class AsyncClient:
         """
         request = text_pb2.DetokenizeRequest(skip_special_tokens=skip_special_tokens)
         request.sequences.add(packed=codec.packed(token_ids, field="token_ids"))
-        response = await self._ask(self._text.Detokenize, request)
+        response = await self._ask("Detokenize", request)
         return str(response.texts[0])
 
     async def render_chat(
@@ -204,15 +205,15 @@ class AsyncClient:
         request = text_pb2.RenderChatRequest(
             messages=codec.chat_messages(messages), add_generation_prompt=add_generation_prompt
         )
-        response = await self._ask(self._text.RenderChat, request)
+        response = await self._ask("RenderChat", request)
         return RenderedChat(text=response.text, token_ids=codec.unpacked(response.token_ids))
 
     async def info(self) -> ServerInfo:
         """What the server serves, and within which limits."""
-        return codec.server_info(await self._ask(self._text.GetInfo, text_pb2.GetInfoRequest()))
+        return codec.server_info(await self._ask("GetInfo", text_pb2.GetInfoRequest()))
 
     async def wait_ready(self, timeout_s: float = 60.0) -> None:
-        """Waits until the server can serve.
+        """Waits until the server can serve; of several, until one of them can.
 
         Raises:
             Unavailable: it could not within `timeout_s` seconds.
@@ -233,28 +234,55 @@ class AsyncClient:
             raise Unavailable(message) from None
 
     async def is_ready(self) -> bool:
-        """Whether the server says that it can serve now."""
-        stub = health_pb2_grpc.HealthStub(self._channel)
+        """Whether the server says that it can serve now; of several, whether one of them does.
+
+        Raises:
+            ServerError: none of them could be asked.
+        """
         request = health_pb2.HealthCheckRequest(service=TEXT_SERVICE)
-        response = await self._ask(stub.Check, request, timeout_s=_HEALTH_TIMEOUT_S)
-        return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
+        failure: QuireError | None = None
+        answered = False
+        for endpoint in self._endpoints.in_turn():
+            check = health_pb2_grpc.HealthStub(endpoint.channel).Check
+            try:
+                response = await check(request, timeout=_HEALTH_TIMEOUT_S)
+            except grpc.aio.AioRpcError as error:
+                failure = error_of(error, endpoint.target)
+                continue
+            if response.status == health_pb2.HealthCheckResponse.SERVING:
+                return True
+            answered = True
+        if failure is not None and not answered:
+            raise failure
+        return False
 
-    async def _ask(self, rpc: Any, request: Any, *, timeout_s: float | None = None) -> Any:
-        try:
-            return await rpc(request, timeout=timeout_s)
-        except grpc.aio.AioRpcError as error:
-            raise error_of(error, self.target) from error
+    async def _ask(self, rpc: str, request: Any) -> Any:
+        """One unary call; it changes nothing there, so that it may be made again elsewhere."""
+        failures: list[Unavailable] = []
+        for endpoint in self._endpoints.in_turn():
+            try:
+                return await getattr(endpoint.text, rpc)(request)
+            except grpc.aio.AioRpcError as error:
+                failure = error_of(error, endpoint.target)
+                if not (isinstance(failure, Unavailable) and may_go_elsewhere(failure)):
+                    raise failure from error
+                failures.append(failure)
+        raise all_of(failures)
 
-    async def _answer(self, rpc: Any, first: Any, ask: "_Ask") -> AsyncGenerator[Delta, None]:
+    async def _answer(self, rpc: str, first: Any, ask: "_Ask") -> AsyncGenerator[Delta, None]:
         """Yields the answer to `first`, through as many calls as it takes."""
+        endpoints = self._endpoints
         clock = asyncio.get_running_loop().time
         ends_at = None if ask.deadline_s is None else clock() + ask.deadline_s
         received: list[int] = []
+        course = Course(endpoints, self._resume_tries)
         for attempt in itertools.count():
             request = codec.resumed(first, attempt, received) if attempt else first
-            timeout_s = None if ends_at is None else max(ends_at - clock(), 0.0)
-            call = rpc(request, timeout=timeout_s, metadata=ask.metadata())
-            finished = False
+            endpoint = endpoints.choose(course.tried)
+            connected = await endpoint.connect(_left(ends_at, clock()))
+            before, finished = len(received), False
+            method = getattr(endpoint.text, rpc)
+            call = method(request, timeout=_left(ends_at, clock()), metadata=ask.metadata())
             try:
                 async for response in call:
                     delta = codec.delta(response, request_id=ask.request_id, seed=ask.seed)
@@ -264,32 +292,29 @@ class AsyncClient:
             except grpc.aio.AioRpcError as error:
                 if finished:
                     return
-                failure = error_of(error, self.target)
-                if not isinstance(failure, Unavailable) or not received:
-                    raise failure from error
-                if attempt >= self._resume_tries:
-                    raise failure from error
+                pause_s = course.after(
+                    error_of(error, endpoint.target),
+                    Cut(endpoint, connected, len(received) > before, attempt),
+                    cause=error,
+                )
             else:
                 if finished:
                     return
-                raise ServerFault(f"{self.target} ended the answer without saying how it ended")
+                message = f"{endpoint.target} ended the answer without saying how it ended"
+                raise ServerFault(message)
             finally:
                 call.cancel()
-            pause_s = _pause_s(failure, attempt)
             if ends_at is not None and clock() + pause_s >= ends_at:
-                message = f"{self.target} cannot finish within the time given ({failure.message})"
+                reason = course.last.message
+                message = f"{self.target} cannot finish within the time given ({reason})"
                 raise DeadlineExceeded(message)
             await asyncio.sleep(pause_s)
 
     @property
-    def _channel(self) -> grpc.aio.Channel:
-        if self._open_channel is None:
+    def _endpoints(self) -> Endpoints:
+        if self._open_endpoints is None:
             raise QuireError("the client is not open; use: async with AsyncClient(…) as client")
-        return self._open_channel
-
-    @property
-    def _text(self) -> Any:
-        return text_pb2_grpc.TextServiceStub(self._channel)
+        return self._open_endpoints
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,8 +372,6 @@ async def collect(answer: AsyncGenerator[Delta, None]) -> Completion:
     )
 
 
-def _pause_s(failure: Unavailable, attempt: int) -> float:
-    """How long to wait before the stream is taken up again, seconds."""
-    if failure.retry_after_s is not None:
-        return min(failure.retry_after_s, _LONGEST_PAUSE_S)
-    return min(_FIRST_PAUSE_S * (1 << attempt), _LONGEST_PAUSE_S)
+def _left(ends_at: float | None, now: float) -> float | None:
+    """Time left, seconds; None without limit."""
+    return None if ends_at is None else max(ends_at - now, 0.0)

@@ -52,6 +52,7 @@ class FakeTextService(text_pb2_grpc.TextServiceServicer):
         paused: set when a call waits.
         ended_early: set when a caller went away before the end.
         silent_end: the stream ends without saying how.
+        refusals: how the first calls fail at once, each in turn.
         requests: all requests for generation, in order.
         metadata: of all calls for generation, in order.
     """
@@ -65,6 +66,7 @@ class FakeTextService(text_pb2_grpc.TextServiceServicer):
     paused: asyncio.Event = field(default_factory=asyncio.Event)
     ended_early: asyncio.Event = field(default_factory=asyncio.Event)
     silent_end: bool = False
+    refusals: list[status_pb2.Status] = field(default_factory=list)
     requests: list[Any] = field(default_factory=list)
     metadata: list[dict[str, Any]] = field(default_factory=list)
 
@@ -116,8 +118,9 @@ class FakeTextService(text_pb2_grpc.TextServiceServicer):
         cut = self.cuts[len(self.requests)] if len(self.requests) < len(self.cuts) else None
         self.requests.append(request)
         self.metadata.append(dict(context.invocation_metadata()))
-        if self.refusal is not None:
-            await context.abort_with_status(rpc_status.to_status(self.refusal))
+        refusal = self.refusals.pop(0) if self.refusals else self.refusal
+        if refusal is not None:
+            await context.abort_with_status(rpc_status.to_status(refusal))
         wanted = request.stopping.max_tokens
         count = min(wanted, self.length) if wanted else self.length
         done = _unpacked(request.resume.token_ids.packed)
@@ -153,8 +156,10 @@ class FakeTextService(text_pb2_grpc.TextServiceServicer):
 
 
 @contextlib.asynccontextmanager
-async def serving(service: FakeTextService, *, ready: bool = True) -> AsyncIterator[str]:
-    """Serves on a free port of this host; yields the target."""
+async def serving(
+    service: FakeTextService, *, ready: bool = True, address: str = "127.0.0.1:0"
+) -> AsyncIterator[str]:
+    """Serves at `address`, by default on a free port of this host; yields the target."""
     server = grpc.aio.server()
     text_pb2_grpc.add_TextServiceServicer_to_server(service, server)
     states = health.aio.HealthServicer()
@@ -162,10 +167,10 @@ async def serving(service: FakeTextService, *, ready: bool = True) -> AsyncItera
     kinds = health_pb2.HealthCheckResponse
     await states.set("", kinds.SERVING)
     await states.set(SERVICE, kinds.SERVING if ready else kinds.NOT_SERVING)
-    port = server.add_insecure_port("127.0.0.1:0")
+    port = server.add_insecure_port(address)
     await server.start()
     try:
-        yield f"127.0.0.1:{port}"
+        yield f"127.0.0.1:{port}" if address.endswith(":0") else address
     finally:
         await server.stop(None)
 
