@@ -36,6 +36,7 @@ async def admit(loop: EngineLoop, caller: Caller, stream: int, call: codec.Token
         resumed=call.resumed,
         max_tokens=call.max_tokens,
         ignore_eos=call.ignore_eos,
+        stop_token_ids=call.stop_token_ids,
         sampling=call.sampling,
         traceparent=call.traceparent,
     )

@@ -21,6 +21,7 @@ from services.chassis.errors import (
     InvalidArgument,
     ServiceError,
     Unavailable,
+    Violations,
     to_status,
 )
 from services.chassis.tracing import valid_traceparent
@@ -46,6 +47,7 @@ PROTOCOL_MAJOR = 1
 """Major version of both protocols this scheduler speaks."""
 
 _MAX_REQUEST_ID_BYTES = 128
+_MAX_STOP_TOKENS = 128
 
 _REGISTER_LIMITS = MappingProxyType(
     {
@@ -78,6 +80,7 @@ class TokenCall:
     resumed: TokenArray
     max_tokens: int | None
     ignore_eos: bool
+    stop_token_ids: tuple[int, ...]
     sampling: Sampling
     traceparent: str
 
@@ -93,35 +96,44 @@ def parse_request(message: token_pb2.TokenRequest, *, mint_id: bool) -> TokenCal
         mint_id: an empty request id is replaced by a fresh one, else refused.
 
     Raises:
-        ServiceError: names the field at fault.
+        ServiceError: names the fields at fault.
     """
     refuse_unknown_fields(message)
-    request_id = message.request_id
+    wrong = Violations()
+    request_id = message.request_id or (secrets.token_hex(16) if mint_id else "")
+    size = len(request_id.encode())
     if not request_id:
-        if not mint_id:
-            raise InvalidArgument("request.request_id", "must not be empty")
-        request_id = secrets.token_hex(16)
-    if len(request_id.encode()) > _MAX_REQUEST_ID_BYTES:
-        raise InvalidArgument(
-            "request.request_id",
-            f"must be at most {_MAX_REQUEST_ID_BYTES} bytes, got {len(request_id.encode())}",
-        )
-    prompt = parse_token_ids(message.prompt, "request.prompt")
-    if not prompt.size:
-        raise InvalidArgument("request.prompt", "must have at least one token")
+        wrong.add("request.request_id", "must not be empty")
+    elif size > _MAX_REQUEST_ID_BYTES:
+        limit = f"must be at most {_MAX_REQUEST_ID_BYTES} bytes, got {size}"
+        wrong.add("request.request_id", limit)
+    prompt = resumed = np.empty(0, np.uint32)
+    with wrong.collected():
+        prompt = parse_token_ids(message.prompt, "request.prompt")
+        if not prompt.size:
+            wrong.add("request.prompt", "must have at least one token")
+    with wrong.collected():
+        resumed = parse_token_ids(message.resumed, "request.resumed")
     stopping = message.stopping
     max_tokens = stopping.max_tokens if stopping.HasField("max_tokens") else None
     if max_tokens is not None and max_tokens < 1:
-        raise InvalidArgument("request.stopping.max_tokens", f"must be >= 1, got {max_tokens}")
+        wrong.add("request.stopping.max_tokens", f"must be >= 1, got {max_tokens}")
+    num_stops = len(stopping.stop_token_ids)
+    if num_stops > _MAX_STOP_TOKENS:
+        limit = f"must hold at most {_MAX_STOP_TOKENS} ids, got {num_stops}"
+        wrong.add("request.stopping.stop_token_ids", limit)
+    sampling = _parse_sampling(message.sampling, wrong)
+    wrong.raise_any()
     return TokenCall(
         request_id=request_id,
         model=message.model,
         attempt=message.attempt,
         prompt=prompt,
-        resumed=parse_token_ids(message.resumed, "request.resumed"),
+        resumed=resumed,
         max_tokens=max_tokens,
         ignore_eos=stopping.ignore_eos,
-        sampling=_parse_sampling(message.sampling),
+        stop_token_ids=tuple(stopping.stop_token_ids),
+        sampling=sampling,
         traceparent=valid_traceparent(message.traceparent),
     )
 
@@ -140,15 +152,13 @@ def parse_token_ids(message: generation_pb2.TokenIds, field: str) -> TokenArray:
     return np.array(message.ids, np.uint32)
 
 
-def _parse_sampling(message: generation_pb2.SamplingParams) -> Sampling:
+def _parse_sampling(message: generation_pb2.SamplingParams, wrong: Violations) -> Sampling:
     temperature = message.temperature if message.HasField("temperature") else 1.0
     top_p = message.top_p if message.HasField("top_p") else 1.0
     if not (math.isfinite(temperature) and temperature >= 0):
-        raise InvalidArgument(
-            "request.sampling.temperature", f"must be finite and >= 0, got {temperature}"
-        )
+        wrong.add("request.sampling.temperature", f"must be finite and >= 0, got {temperature}")
     if not 0 < top_p <= 1:
-        raise InvalidArgument("request.sampling.top_p", f"must be in (0, 1], got {top_p}")
+        wrong.add("request.sampling.top_p", f"must be in (0, 1], got {top_p}")
     return Sampling(
         temperature=temperature,
         top_p=top_p,
@@ -265,6 +275,10 @@ def refusal_error(refusal: Refusal) -> ServiceError:
         refusal.field,
         f"{limits[refusal.reason]} {refusal.limit}, got {refusal.got}",
         reason=refusal.reason,
+    return InvalidArgument.joined([_invalid(one) for one in (refusal, *refusal.others)])
+
+
+def _invalid(refusal: Refusal) -> InvalidArgument:
         metadata={"limit": str(refusal.limit), "got": str(refusal.got)},
     )
 

@@ -1,5 +1,8 @@
 """What may enter: pure checks of a request against the limits of the attached workers."""
 
+from collections.abc import Iterator
+from dataclasses import replace
+
 from services.scheduler.core.plan import AddRequest, Limits, Refusal, Refused, WorkerSpec
 
 
@@ -24,24 +27,14 @@ def token_limit(request: AddRequest, limits: Limits) -> int:
     Raises:
         Refused: it can never fit; carries the true limit.
     """
-    for field, ids in (("request.prompt", request.prompt), ("request.resumed", request.resumed)):
-        if ids.size and int(ids.max()) >= limits.vocab_size:
-            raise _refused(field, "VOCABULARY", limits.vocab_size - 1, int(ids.max()))
-    prompt = int(request.prompt.size)
-    kv_limit = limits.kv_capacity_tokens + 1
-    if prompt >= limits.max_model_len:
-        raise _refused("request.prompt", "CONTEXT_LENGTH", limits.max_model_len - 1, prompt)
-    if prompt >= kv_limit:
-        raise _refused("request.prompt", "EXCEEDS_KV_CAPACITY", kv_limit - 1, prompt)
+    refusals = [*_outside_vocabulary(request, limits.vocab_size), *_too_long(request, limits)]
+    if refusals:
+        first, *others = refusals
+        raise Refused(replace(first, others=tuple(others)))
+    limit = min(limits.max_model_len, limits.kv_capacity_tokens + 1)
     if request.max_tokens is None:
-        return min(limits.max_model_len, kv_limit)
-    total = prompt + request.max_tokens
-    field = "request.stopping.max_tokens"
-    if total > limits.max_model_len:
-        raise _refused(field, "CONTEXT_LENGTH", limits.max_model_len - prompt, request.max_tokens)
-    if total > kv_limit:
-        raise _refused(field, "EXCEEDS_KV_CAPACITY", kv_limit - prompt, request.max_tokens)
-    return total
+        return limit
+    return int(request.prompt.size) + request.max_tokens
 
 
 def fits(limit: int, spec: WorkerSpec) -> bool:
@@ -49,5 +42,28 @@ def fits(limit: int, spec: WorkerSpec) -> bool:
     return limit <= min(spec.max_model_len, spec.num_blocks * spec.block_size + 1)
 
 
-def _refused(field: str, reason: str, limit: int, got: int) -> Refused:
-    return Refused(Refusal(field=field, reason=reason, limit=limit, got=got))
+def _outside_vocabulary(request: AddRequest, size: int) -> Iterator[Refusal]:
+    for field, ids in (("request.prompt", request.prompt), ("request.resumed", request.resumed)):
+        if ids.size and int(ids.max()) >= size:
+            yield Refusal(field=field, reason="VOCABULARY", limit=size - 1, got=int(ids.max()))
+    for index, token in enumerate(request.stop_token_ids):
+        if token >= size:
+            field = f"request.stopping.stop_token_ids[{index}]"
+            yield Refusal(field=field, reason="VOCABULARY", limit=size - 1, got=token)
+
+
+def _too_long(request: AddRequest, limits: Limits) -> Iterator[Refusal]:
+    prompt = int(request.prompt.size)
+    bounds = (
+        ("CONTEXT_LENGTH", limits.max_model_len),
+        ("EXCEEDS_KV_CAPACITY", limits.kv_capacity_tokens + 1),
+    )
+    for reason, most in bounds:
+        if prompt >= most:
+            yield Refusal(field="request.prompt", reason=reason, limit=most - 1, got=prompt)
+            return
+    for reason, most in bounds:
+        if request.max_tokens is not None and prompt + request.max_tokens > most:
+            field, got = "request.stopping.max_tokens", request.max_tokens
+            yield Refusal(field=field, reason=reason, limit=most - prompt, got=got)
+            return

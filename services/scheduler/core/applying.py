@@ -131,6 +131,8 @@ class Application:
         handles = rows.handle[slots]
         self._counters.generation_tokens += slots.size
         stopped = self._worker.is_eos[tokens] & ~rows.ignore_eos[slots]
+        if rows.stops.size:
+            stopped |= rows.stopped(slots, tokens)
         ended: list[Ended] = []
         for place in (stopped | (known >= rows.limit[slots])).nonzero()[0].tolist():
             request = rows.request(int(slots[place]))
@@ -186,7 +188,8 @@ def end_if_complete(
     """Ends a waiting request whose tokens so far end it; its limit is known."""
     assert request.limit is not None
     last = request.output[-1] if request.output else None
-    if last in eos_token_ids and not request.spec.ignore_eos:
+    is_eos = last in eos_token_ids and not request.spec.ignore_eos
+    if is_eos or last in request.spec.stop_token_ids:
         return [replace(end(request, EndReason.STOP), stop_token_id=last)]
     if request.num_tokens >= request.limit:
         return [end(request, EndReason.LENGTH)]

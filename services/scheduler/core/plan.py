@@ -54,7 +54,8 @@ class AddRequest:
         prompt_hashes: chain hashes of the prompt's full blocks; may be shorter, or empty.
         resumed: uint64 [m], output delivered by an earlier attempt.
         max_tokens: most output tokens, resumed ones included; None: what context and pool hold.
-        ignore_eos: end-of-sequence tokens do not end it.
+        ignore_eos: end-of-sequence tokens do not end it; `stop_token_ids` do.
+        stop_token_ids: more tokens that end it.
         traceparent: W3C trace context or "".
     """
 
@@ -66,6 +67,7 @@ class AddRequest:
     resumed: TokenArray = field(default_factory=lambda: np.empty(0, np.uint32))
     max_tokens: int | None
     ignore_eos: bool
+    stop_token_ids: tuple[int, ...] = ()
     sampling: Sampling
     traceparent: str = ""
 
@@ -179,12 +181,14 @@ class Refusal:
         reason: CONTEXT_LENGTH, EXCEEDS_KV_CAPACITY, VOCABULARY or DUPLICATE.
         limit: largest value that would be accepted.
         got: value received.
+        others: more fields at fault.
     """
 
     field: str
     reason: str
     limit: int
     got: int
+    others: "tuple[Refusal, ...]" = ()
 
 
 class Refused(Exception):

@@ -11,7 +11,7 @@ from collections import deque
 import numpy as np
 import numpy.typing as npt
 
-from services.scheduler.core.plan import IntArray, TokenArray, WorkerSpec
+from services.scheduler.core.plan import IntArray, Mask, TokenArray, WorkerSpec
 from services.scheduler.core.request import Request
 
 
@@ -38,6 +38,8 @@ class Rows:
         self._requests: list[Request | None] = [None] * slots
         self.order: IntArray = np.empty(0, np.int64)
         """Slots in use, by arrival."""
+        self.stops: IntArray = np.empty(0, np.int64)
+        """The stop tokens of all rows in use, each as `slot << 32 | token`."""
         self._free: deque[int] = deque(range(slots))
 
     @property
@@ -68,6 +70,9 @@ class Rows:
         self.limit[slot] = request.limit
         self.prompt_len[slot] = request.prompt_len
         self.ignore_eos[slot] = request.spec.ignore_eos
+        if request.spec.stop_token_ids:
+            keys = slot << 32 | np.array(request.spec.stop_token_ids, np.int64)
+            self.stops = np.concatenate([self.stops, keys])
         self.handle[slot] = request.spec.handle
         self.arrival[slot] = request.arrival
         self._requests[slot] = request
@@ -80,6 +85,10 @@ class Rows:
         request = self._requests[slot]
         assert request is not None, "a row without a request"
         return request
+
+    def stopped(self, slots: IntArray, tokens: TokenArray) -> Mask:
+        """Which of these rows have their token among their own stop tokens."""
+        return np.isin(slots << 32 | tokens.astype(np.int64), self.stops)
 
     def append_blocks(self, slot: int, blocks: IntArray) -> None:
         """Extends a row's block table."""
@@ -99,6 +108,8 @@ class Rows:
     def vacate(self, slots: list[int]) -> None:
         """Takes requests off their rows; the slots stay reserved until `recycle`."""
         self.order = self.order[~np.isin(self.order, slots)]
+        if self.stops.size:
+            self.stops = self.stops[~np.isin(self.stops >> 32, slots)]
         self.generation[slots] += 1
         self.num_blocks[slots] = 0
         for slot in slots:

@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator
 import grpc
 import numpy as np
 import pytest
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
 
 from quire.v1 import (
     generation_pb2,
@@ -37,7 +39,9 @@ class Session:
 
     async def submit(self, stream: int, prompt: list[int], **fields: object) -> None:
         stopping = generation_pb2.StoppingCriteria(
-            max_tokens=fields.pop("max_tokens", 4), ignore_eos=True
+            max_tokens=fields.pop("max_tokens", 4),
+            ignore_eos=True,
+            stop_token_ids=fields.pop("stop_token_ids", ()),
         )
         request = token_pb2.TokenRequest(
             **{
@@ -254,6 +258,14 @@ def generate(scheduler: Running, **fields: object):
             {"stopping": generation_pb2.StoppingCriteria(max_tokens=0)},
             "request.stopping.max_tokens",
         ),
+        (
+            {"stopping": generation_pb2.StoppingCriteria(stop_token_ids=[1] * 129)},
+            "request.stopping.stop_token_ids",
+        ),
+        (
+            {"stopping": generation_pb2.StoppingCriteria(stop_token_ids=[99, 100])},
+            "request.stopping.stop_token_ids[1]",
+        ),
     ],
 )
 async def test_bad_requests_name_their_field(
@@ -267,6 +279,61 @@ async def test_bad_requests_name_their_field(
         good = [r async for r in generate(scheduler)]
         assert good[0].request_id
         assert good[0].HasField("seed")
+        await scheduler.quiesced()
+
+
+async def test_all_fields_that_are_wrong_are_named_at_once(scheduler: Running) -> None:
+    async with served(scheduler):
+        call = generate(
+            scheduler,
+            request_id="x" * 129,
+            prompt=generation_pb2.TokenIds(packed=b"abc"),
+            sampling=generation_pb2.SamplingParams(temperature=-1, top_p=2),
+            stopping=generation_pb2.StoppingCriteria(max_tokens=0, stop_token_ids=[1] * 129),
+        )
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await call.read()
+        status = rpc_status.from_call(error.value)
+        bad = error_details_pb2.BadRequest()
+        assert status.details[0].Unpack(bad)
+        assert [violation.field for violation in bad.field_violations] == [
+            "request.request_id",
+            "request.prompt.packed",
+            "request.stopping.max_tokens",
+            "request.stopping.stop_token_ids",
+            "request.sampling.temperature",
+            "request.sampling.top_p",
+        ]
+
+
+async def test_stop_tokens_end_a_generation_at_both_doors(scheduler: Running) -> None:
+    """The worker samples 7, over and over."""
+    async with served(scheduler), opened(scheduler) as session:
+        stopping = generation_pb2.StoppingCriteria(
+            max_tokens=9, ignore_eos=True, stop_token_ids=[0, 7]
+        )
+        responses = [r async for r in generate(scheduler, stopping=stopping)]
+        assert [token for r in responses for token in r.token_ids] == [7]
+        finished = responses[-1].finished
+        assert (finished.reason, finished.stop_token_id) == (
+            generation_pb2.FINISH_REASON_STOP,
+            7,
+        )
+        assert finished.usage.completion_tokens == 1
+        await session.submit(1, [5, 6], stop_token_ids=[8, 7])
+        await session.submit(2, [5, 6], stop_token_ids=[8])
+        await session.submit(3, [5, 6], stop_token_ids=[8, 100])
+        assert (await session.end_of(1)).finished.stop_token_id == 7
+        assert session.tokens[1] == [7]
+        other = (await session.end_of(2)).finished
+        assert (other.reason, other.HasField("stop_token_id")) == (
+            generation_pb2.FINISH_REASON_LENGTH,
+            False,
+        )
+        refused = await session.end_of(3)
+        assert refused.status.message == (
+            "request.stopping.stop_token_ids[1]: the largest id of the vocabulary is 99, got 100"
+        )
         await scheduler.quiesced()
 
 

@@ -47,10 +47,11 @@ class Bench:
         self.log: list[str] = []
         self.output: dict[int, list[int]] = {}
         self.ended: dict[int, EndReason] = {}
+        self.stops: dict[int, int | None] = {}
         self.prompts: dict[int, list[int]] = {}
         self._names: dict[int, int] = {}
 
-    def add(self, handle: int, prompt: list[int], max_tokens: int) -> None:
+    def add(self, handle: int, prompt: list[int], max_tokens: int, **fields: object) -> None:
         self.prompts[handle] = prompt
         self.output[handle] = []
         request = AddRequest(
@@ -61,6 +62,7 @@ class Bench:
             max_tokens=max_tokens,
             ignore_eos=True,
             sampling=GREEDY,
+            **fields,
         )
         self.take(self.core.add(request, 0))
 
@@ -69,6 +71,7 @@ class Bench:
             self.output[handle].append(token)
         for end in events.ended:
             self.ended[end.handle] = end.reason
+            self.stops[end.handle] = end.stop_token_id
 
     def step(self) -> bool:
         plan = self.core.plan("w")
@@ -162,6 +165,67 @@ def test_a_request_of_the_whole_pool_runs_alone_to_its_end() -> None:
     bench.run()
     assert len(bench.output[2]) == 13
     assert set(bench.ended) == {1, 2, 3}
+
+
+def test_a_stop_token_of_its_own_ends_a_request_and_no_other() -> None:
+    prompts = {1: [1, 2, 3], 2: [4, 5], 3: [6]}
+    wanted = {handle: expected_output(prompt, 12, VOCAB) for handle, prompt in prompts.items()}
+    bench = Bench(in_flight=2, num_blocks=32)
+    bench.add(1, prompts[1], 12, stop_token_ids=(999, wanted[1][5], wanted[2][2]))
+    bench.add(2, prompts[2], 12)
+    bench.add(3, prompts[3], 12, stop_token_ids=(wanted[3][0],))
+    rows = bench.core._workers["w"].rows
+    bench.step()
+    assert 3 in bench.ended
+    assert rows.stops.size == 3
+    bench.run()
+    assert bench.output == {1: wanted[1][:6], 2: wanted[2], 3: wanted[3][:1]}
+    assert bench.ended == {1: EndReason.STOP, 2: EndReason.LENGTH, 3: EndReason.STOP}
+    assert bench.stops == {1: wanted[1][5], 2: None, 3: wanted[3][0]}
+    assert rows.stops.size == 0, "a row that is vacated takes its stop tokens along"
+
+
+def test_a_slot_does_not_inherit_the_stop_tokens_of_its_last_request() -> None:
+    wanted = expected_output([1, 2], 6, VOCAB)
+    bench = Bench()
+    for handle in range(20):
+        stops = (wanted[3],) if handle % 2 else ()
+        bench.add(handle, [1, 2], 6, stop_token_ids=stops)
+        bench.run()
+        assert bench.output[handle] == (wanted[:4] if stops else wanted)
+
+
+def test_a_preempted_request_ends_at_its_stop_token() -> None:
+    bench = Bench(num_blocks=6, enable_prefix_caching=False, in_flight=2)
+    wanted = expected_output([2, 2, 2, 2], 13, VOCAB)
+    bench.add(1, [1, 1, 1, 1], 13)
+    bench.add(2, [2, 2, 2, 2], 13, stop_token_ids=(wanted[11],))
+    bench.run()
+    assert bench.core.loads().counters.preemptions >= 1
+    assert (bench.output[2], bench.stops[2]) == (wanted[:12], wanted[11])
+
+
+def test_what_is_resumed_after_its_stop_token_ends_at_once() -> None:
+    bench = Bench()
+    resumed = np.array([7, 8], np.uint32)
+    bench.add(1, [1, 2], 6, resumed=resumed, stop_token_ids=(8,))
+    assert (bench.ended, bench.stops) == ({1: EndReason.STOP}, {1: 8})
+    bench.add(2, [1, 2], 2, resumed=resumed, stop_token_ids=(7,))
+    assert (bench.ended[2], bench.stops[2]) == (EndReason.LENGTH, None)
+
+
+def test_every_field_that_is_outside_a_limit_is_named() -> None:
+    bench = Bench()
+    with pytest.raises(Refused) as caught:
+        bench.add(1, [VOCAB] * 3, 62, stop_token_ids=(5, VOCAB, VOCAB + 1))
+    refusal = caught.value.refusal
+    found = [(r.field, r.reason, r.limit, r.got) for r in (refusal, *refusal.others)]
+    assert found == [
+        ("request.prompt", "VOCABULARY", 999, 1000),
+        ("request.stopping.stop_token_ids[1]", "VOCABULARY", 999, 1000),
+        ("request.stopping.stop_token_ids[2]", "VOCABULARY", 999, 1001),
+        ("request.stopping.max_tokens", "CONTEXT_LENGTH", 61, 62),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,11 @@ def spec(worker_id: str, num_blocks: int = 16) -> WorkerSpec:
     )
 
 
+def ending(request: AddRequest) -> tuple[int, ...]:
+    """The tokens that end a request."""
+    return (*(() if request.ignore_eos else EOS), *request.stop_token_ids)
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
@@ -70,6 +75,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             output = self.output[end.handle]
             if end.reason in (EndReason.STOP, EndReason.LENGTH):
                 self.check_output(request, output)
+                stopped = output[-1] in ending(request)
+                assert end.reason is (EndReason.STOP if stopped else EndReason.LENGTH)
+                assert end.stop_token_id == (output[-1] if stopped else None)
                 assert end.completion_tokens == len(output)
                 assert end.prompt_tokens == request.prompt.size
 
@@ -78,7 +86,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             request.prompt.tolist(),
             request.max_tokens or 64 - request.prompt.size,
             VOCAB,
-            () if request.ignore_eos else EOS,
+            ending(request),
         )
         if request.max_tokens is None and len(output) < len(wanted):
             # Capped to what the largest pool held when it was admitted: 12 blocks and one token.
@@ -91,8 +99,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         own=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=24),
         max_tokens=st.one_of(st.none(), st.integers(1, 30)),
         ignore_eos=st.booleans(),
+        stop_token_ids=st.sampled_from([(), (), (), (3,), (7, 11), EOS]),
     )
-    def add(self, shared: int, own: list[int], max_tokens: int | None, ignore_eos: bool) -> None:
+    def add(
+        self,
+        shared: int,
+        own: list[int],
+        max_tokens: int | None,
+        ignore_eos: bool,
+        stop_token_ids: tuple[int, ...],
+    ) -> None:
         prompt = [i % VOCAB for i in range(shared)] + own
         handle = self.next_handle
         self.next_handle += 1
@@ -103,6 +119,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             prompt=np.array(prompt, np.uint32),
             max_tokens=max_tokens,
             ignore_eos=ignore_eos,
+            stop_token_ids=stop_token_ids,
             sampling=GREEDY,
         )
         self.requests[handle] = request
@@ -128,6 +145,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             resumed=np.array(self.output[old], np.uint32),
             max_tokens=before.max_tokens,
             ignore_eos=before.ignore_eos,
+            stop_token_ids=before.stop_token_ids,
             sampling=GREEDY,
         )
         with pytest.raises(Refused):
