@@ -266,6 +266,10 @@ def refusal_error(refusal: Refusal) -> ServiceError:
     """The error for a request that the core did not take."""
     if refusal.reason == "DUPLICATE":
         return AlreadyExists("a request with this request_id is live", reason="DUPLICATE")
+    return InvalidArgument.joined([_invalid(one) for one in (refusal, *refusal.others)])
+
+
+def _invalid(refusal: Refusal) -> InvalidArgument:
     limits = {
         "CONTEXT_LENGTH": "the context holds at most",
         "EXCEEDS_KV_CAPACITY": "the KV cache holds at most",
@@ -275,10 +279,6 @@ def refusal_error(refusal: Refusal) -> ServiceError:
         refusal.field,
         f"{limits[refusal.reason]} {refusal.limit}, got {refusal.got}",
         reason=refusal.reason,
-    return InvalidArgument.joined([_invalid(one) for one in (refusal, *refusal.others)])
-
-
-def _invalid(refusal: Refusal) -> InvalidArgument:
         metadata={"limit": str(refusal.limit), "got": str(refusal.got)},
     )
 
