@@ -54,7 +54,13 @@ class Answer:
         self._options = plan.options
         self._link = link
         self._generation = TextGeneration(
-            plan.detokenizer, make_matcher(plan.options.stop_strings, special), special
+            plan.detokenizer,
+            make_matcher(
+                plan.options.stop_strings, special, include_stop=plan.options.include_stop
+            ),
+            special,
+            shows_special=not plan.options.skip_special_tokens,
+            include_stop=plan.options.include_stop,
         )
         self._stream: TokenStream | None = None
 
@@ -120,6 +126,7 @@ class Answer:
             sampling=options.sampling,
             max_tokens=options.max_tokens,
             ignore_eos=options.ignore_eos,
+            stop_token_ids=options.stop_token_ids,
             attempt=options.attempt,
             resumed=options.resumed,
             traceparent=self._plan.traceparent,
@@ -127,10 +134,10 @@ class Answer:
 
     def _ending_ids(self) -> frozenset[int]:
         """Tokens that end the answer, as far as they are known."""
-        limits = self._link.limits
+        limits, own = self._link.limits, self._options.stop_token_ids
         if self._options.ignore_eos or limits is None:
-            return frozenset()
-        return limits.eos_token_ids
+            return own
+        return limits.eos_token_ids | own if own else limits.eos_token_ids
 
     def _resumed_end(self) -> TokenEnd | None:
         """The end of a resumed answer to which nothing is missing but its last message."""

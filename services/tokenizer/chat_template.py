@@ -19,7 +19,7 @@ they may be written in messages too.
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -103,13 +103,18 @@ class ChatTemplate:
         self._ordinary = _OrdinaryText(self._backend) if self.exists else None
 
     def render(
-        self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        add_generation_prompt: bool,
+        check: Callable[[str], None] | None = None,
     ) -> RenderedChat:
         """Renders and encodes a conversation.
 
         Args:
             messages: at least one.
             add_generation_prompt: whether the text ends with the opening of the assistant's turn.
+            check: given the rendered text before anything is encoded; what it raises is raised.
 
         Raises:
             InvalidArgument: the model has no template, the template refuses the conversation, or a
@@ -121,12 +126,14 @@ class ChatTemplate:
                 "this model has no chat template; send a prompt to Generate",
                 reason="NO_CHAT_TEMPLATE",
             )
-        spans = [self._special_spans(message.content) for message in messages]
         for index, message in enumerate(messages):
             if self._special_spans(message.role):
                 raise InvalidArgument(f"messages[{index}].role", "must not hold a special token")
+        text = self._rendered(messages, add_generation_prompt)
+        if check is not None:
+            check(text)
+        spans = [self._special_spans(message.content) for message in messages]
         if not any(spans):
-            text = self._rendered(messages, add_generation_prompt)
             return RenderedChat(text=text, token_ids=_encode(self._backend, text))
         marks = _marks_beside(messages)
         marked = [

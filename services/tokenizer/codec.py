@@ -47,9 +47,12 @@ def options_from_request(
         sampling=_sampling_from_proto(request.sampling),
         max_tokens=stopping.max_tokens if stopping.HasField("max_tokens") else None,
         ignore_eos=stopping.ignore_eos,
-        stop_strings=tuple(request.stop_strings),
-        stream=not output.HasField("stream") or output.stream,
+        stop_token_ids=stopping.stop_token_ids,
+        stop_strings=request.stop_strings,
+        stream=flag(output, "stream", default=True),
         return_token_ids=output.return_token_ids,
+        include_stop=output.include_stop_str_in_output,
+        skip_special_tokens=flag(output, "skip_special_tokens", default=True),
         attempt=request.attempt,
         resumed=token_ids_from_proto(request.resume.token_ids),
     )
@@ -72,8 +75,8 @@ def messages_from_proto(messages: Sequence[text_pb2.ChatMessage]) -> tuple[ChatM
 
 
 def token_ids_from_proto(ids: generation_pb2.TokenIds) -> RawTokenIds:
-    """Ids in either form."""
-    return RawTokenIds(packed=ids.packed, ids=tuple(ids.ids))
+    """Ids in either form; not copied, since their number is still to be checked."""
+    return RawTokenIds(packed=ids.packed, ids=ids.ids)
 
 
 def flag(message: Message, name: str, *, default: bool) -> bool:
@@ -128,7 +131,9 @@ def to_submit(stream_id: int, work: TokenWork) -> token_pb2.SessionRequest:
         prompt=to_token_ids(work.prompt),
         sampling=_sampling_to_proto(work.sampling),
         stopping=generation_pb2.StoppingCriteria(
-            max_tokens=work.max_tokens, ignore_eos=work.ignore_eos
+            max_tokens=work.max_tokens,
+            ignore_eos=work.ignore_eos,
+            stop_token_ids=sorted(work.stop_token_ids),
         ),
         attempt=work.attempt,
         resumed=to_token_ids(work.resumed) if work.resumed else None,

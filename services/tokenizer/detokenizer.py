@@ -54,7 +54,7 @@ class IncrementalDetokenizer(Protocol):
 class Detokenization:
     """What decoding needs to know of a tokenizer; makes the detokenizer of each text.
 
-    Ids that the tokenizer does not know and special tokens give no text.
+    Ids that the tokenizer does not know give no text, nor do special tokens unless asked for.
 
     Args:
         tokenizer: never changed, here or elsewhere, from now on.
@@ -65,26 +65,34 @@ class Detokenization:
         self.special = MappingProxyType(
             {index: token.content for index, token in added.items() if token.special}
         )
-        self._tokenizer = tokenizer
         kinds = _decoder_kinds(tokenizer)
-        self._start: Callable[[], _ByteLevelDetokenizer | _PieceDetokenizer]
-        if kinds == {"ByteLevel"}:
-            table = _ByteTable(tokenizer, self.special)
-            self._start = lambda: _ByteLevelDetokenizer(table)
-        else:
-            pieces = _PieceTable(tokenizer, self.special, kinds)
-            self._start = lambda: _PieceDetokenizer(pieces)
+        self._skip_special = _starter(tokenizer, frozenset(self.special), kinds)
+        self._show_special = _starter(tokenizer, frozenset(), kinds)
 
-    def start(self, context: Sequence[int] = ()) -> IncrementalDetokenizer:
+    def start(
+        self, context: Sequence[int] = (), *, skip_special_tokens: bool = True
+    ) -> IncrementalDetokenizer:
         """A detokenizer for a text of its own, or for one that goes on where `context` ends.
 
         Args:
             context: ids before the text, e.g. of a prompt. None of their text is given out, but for
                 the character that they leave unfinished.
+            skip_special_tokens: whether special tokens give no text.
         """
-        detokenizer = self._start()
+        detokenizer = self._skip_special() if skip_special_tokens else self._show_special()
         detokenizer.follow(context[-_CONTEXT_TOKENS:])
         return detokenizer
+
+
+def _starter(
+    tokenizer: Tokenizer, hidden: frozenset[int], kinds: set[str]
+) -> "Callable[[], _ByteLevelDetokenizer | _PieceDetokenizer]":
+    """Makes detokenizers that give no text for `hidden`."""
+    if kinds == {"ByteLevel"}:
+        table = _ByteTable(tokenizer, hidden)
+        return lambda: _ByteLevelDetokenizer(table)
+    pieces = _PieceTable(tokenizer, hidden, kinds)
+    return lambda: _PieceDetokenizer(pieces)
 
 
 def _decoder_kinds(tokenizer: Tokenizer) -> set[str]:
@@ -99,14 +107,14 @@ def _decoder_kinds(tokenizer: Tokenizer) -> set[str]:
 class _ByteTable(dict[int, bytes]):
     """Bytes of each token of a byte-level vocabulary, found when first asked for.
 
-    None for special and unknown tokens.
+    None for hidden and unknown tokens.
     """
 
-    def __init__(self, tokenizer: Tokenizer, special: MappingProxyType[int, str]) -> None:
+    def __init__(self, tokenizer: Tokenizer, hidden: frozenset[int]) -> None:
         super().__init__()
         self._tokenizer = tokenizer
-        self._special = special
-        self._alphabet = _byte_alphabet()
+        self._hidden = hidden
+        self._alphabet = byte_alphabet()
 
     def __missing__(self, token_id: int) -> bytes:
         data = self._find(token_id)
@@ -117,7 +125,7 @@ class _ByteTable(dict[int, bytes]):
 
     def _find(self, token_id: int) -> bytes:
         token = self._tokenizer.id_to_token(token_id)
-        if token is None or token_id in self._special:
+        if token is None or token_id in self._hidden:
             return b""
         try:
             return bytes(self._alphabet[character] for character in token)
@@ -152,19 +160,17 @@ class _ByteLevelDetokenizer:
 class _PieceTable:
     """The library's decoding, and which tokens are bytes."""
 
-    def __init__(
-        self, tokenizer: Tokenizer, special: MappingProxyType[int, str], kinds: set[str]
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, hidden: frozenset[int], kinds: set[str]) -> None:
         self._tokenizer = tokenizer
-        self._special = special
+        self._hidden = hidden
         self._has_bytes = "ByteFallback" in kinds
         # A decoder with ByteLevel among other steps; U+FFFD at the end may be half a character.
         self.may_end_inside_character = "ByteLevel" in kinds
         self._bytes: dict[int, int | None] = {}
 
     def shows(self, token_id: int) -> bool:
-        """Whether the token is known and not special."""
-        return token_id not in self._special and self._tokenizer.id_to_token(token_id) is not None
+        """Whether the token is known and not hidden."""
+        return token_id not in self._hidden and self._tokenizer.id_to_token(token_id) is not None
 
     def byte_of(self, token_id: int) -> int | None:
         """The byte that the token stands for, or None."""
@@ -316,7 +322,7 @@ class _ByteRun:
         return text
 
 
-def _byte_alphabet() -> dict[str, int]:
+def byte_alphabet() -> dict[str, int]:
     """The character that byte-level vocabularies write for each byte.
 
     Printable Latin-1 characters stand for themselves, the other bytes for those from U+0100 on.

@@ -21,6 +21,11 @@ class RawTokenIds:
     packed: bytes = b""
     ids: Sequence[int] = ()
 
+    @property
+    def count(self) -> int:
+        """How many there are, in whichever form; known without reading them."""
+        return len(self.packed) // 4 or len(self.ids)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RawSampling:
@@ -47,9 +52,12 @@ class RawOptions:
     sampling: RawSampling = field(default_factory=RawSampling)
     max_tokens: int | None = None
     ignore_eos: bool = False
+    stop_token_ids: Sequence[int] = ()
     stop_strings: Sequence[str] = ()
     stream: bool = True
     return_token_ids: bool = False
+    include_stop: bool = False
+    skip_special_tokens: bool = True
     attempt: int = 0
     resumed: RawTokenIds = field(default_factory=RawTokenIds)
 
@@ -79,6 +87,8 @@ class ValidOptions:
     Attributes:
         request_id: given or minted.
         max_tokens: None for as many as the context and the cache hold.
+        stop_token_ids: tokens that end it beside the model's end-of-sequence tokens.
+        include_stop: the text ends with what ended it, be that a string or a token.
         resumed: ids already generated and delivered.
     """
 
@@ -87,9 +97,12 @@ class ValidOptions:
     sampling: Sampling
     max_tokens: int | None
     ignore_eos: bool
+    stop_token_ids: frozenset[int]
     stop_strings: tuple[str, ...]
     stream: bool
     return_token_ids: bool
+    include_stop: bool
+    skip_special_tokens: bool
     attempt: int
     resumed: Sequence[int]
 
@@ -111,6 +124,7 @@ class TokenWork:
     sampling: Sampling
     max_tokens: int | None
     ignore_eos: bool
+    stop_token_ids: frozenset[int]
     attempt: int
     resumed: Sequence[int]
     traceparent: str
@@ -150,7 +164,7 @@ class TokenEnd:
     """The end of a generation as the scheduler sees it.
 
     Attributes:
-        stop_token_id: the end-of-sequence token sampled, where one ended it.
+        stop_token_id: the end-of-sequence or stop token sampled, where one ended it.
     """
 
     reason: FinishReason
@@ -164,7 +178,7 @@ class TextEnd:
 
     Attributes:
         stop_string: the stop string found, where one ended it.
-        stop_token_id: the end-of-sequence token sampled, where one ended it.
+        stop_token_id: the end-of-sequence or stop token sampled, where one ended it.
     """
 
     reason: FinishReason

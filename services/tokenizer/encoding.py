@@ -11,7 +11,7 @@ No code from the model's folder is run. Needs no torch.
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from services.chassis.process import StartupError
 from services.tokenizer.chat_template import ChatTemplate, TemplateBroken
 from services.tokenizer.detokenizer import Detokenization
 from services.tokenizer.domain import ChatMessage, RenderedChat
+from services.tokenizer.text_bound import characters_per_token
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
@@ -47,6 +48,7 @@ class Encoding:
         self.vocab_size = self._backend.get_vocab_size(with_added_tokens=True)
         self.has_chat_template = chat_template.exists
         self.detokenization = Detokenization(self._backend)
+        self.characters_per_token = characters_per_token(self._backend)
 
     def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
         """The ids of each text.
@@ -71,10 +73,16 @@ class Encoding:
         return decoded
 
     def render(
-        self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        add_generation_prompt: bool,
+        check: Callable[[str], None] | None = None,
     ) -> RenderedChat:
         """See ChatTemplate.render."""
-        return self._chat_template.render(messages, add_generation_prompt=add_generation_prompt)
+        return self._chat_template.render(
+            messages, add_generation_prompt=add_generation_prompt, check=check
+        )
 
 
 def load_encoding(folder: Path) -> Encoding:

@@ -70,7 +70,11 @@ class EncodingPool:
         )
 
     async def render(
-        self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        add_generation_prompt: bool,
+        check: Callable[[str], None] | None = None,
     ) -> RenderedChat:
         """See Encoding.render.
 
@@ -81,7 +85,10 @@ class EncodingPool:
         _check_size([message.content for message in messages], "messages")
         return await self._run(
             functools.partial(
-                self._encoding.render, messages, add_generation_prompt=add_generation_prompt
+                self._encoding.render,
+                messages,
+                add_generation_prompt=add_generation_prompt,
+                check=check,
             )
         )
 

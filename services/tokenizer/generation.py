@@ -25,19 +25,23 @@ class StopFound:
     kept_tokens: int
 
 
-def make_matcher(stops: Sequence[str], special: Mapping[int, str]) -> StopMatcher | None:
+def make_matcher(
+    stops: Sequence[str], special: Mapping[int, str], *, include_stop: bool = False
+) -> StopMatcher | None:
     """A matcher for `stops`, or None where there are none.
 
     Args:
         stops: none empty.
         special: text of each special token by id. A stop string that contains one is looked for in
-            the text with special tokens in it, so that it can be found although they never show.
+            the text with special tokens in it, so that it can be found where they do not show.
+        include_stop: whether the text ends with the stop string, or before it.
     """
     if not stops:
         return None
     names = special.values()
     raw = [stop for stop in stops if any(name in stop for name in names)]
-    return StopMatcher((stop for stop in stops if stop not in raw), raw)
+    visible = (stop for stop in stops if stop not in raw)
+    return StopMatcher(visible, raw, include=include_stop)
 
 
 class TextGeneration:
@@ -47,6 +51,8 @@ class TextGeneration:
         detokenizer: of this text, already told of the prompt where the text goes on from it.
         matcher: the stop strings, or None.
         special: text of each special token by id.
+        shows_special: whether the detokenizer gives text for special tokens.
+        include_stop: whether the token that ends the generation adds its text.
     """
 
     def __init__(
@@ -54,10 +60,15 @@ class TextGeneration:
         detokenizer: IncrementalDetokenizer,
         matcher: StopMatcher | None,
         special: Mapping[int, str],
+        *,
+        shows_special: bool = False,
+        include_stop: bool = False,
     ) -> None:
         self._detokenizer = detokenizer
         self._matcher = matcher
         self._special = special
+        self._shows_special = shows_special
+        self._include_stop = include_stop
         self._num_tokens = 0
         self.found: StopFound | None = None
 
@@ -66,7 +77,7 @@ class TextGeneration:
 
         Args:
             ids: in order.
-            ending_ids: tokens that end the generation; they add no text.
+            ending_ids: tokens that end the generation; without `include_stop` they add no text.
 
         Returns:
             The text that is certain now, and those of the ids that belong to the answer: all, or
@@ -74,7 +85,7 @@ class TextGeneration:
         """
         if self._matcher is None:
             shown = ids
-            if not ending_ids.isdisjoint(ids):
+            if not (self._include_stop or ending_ids.isdisjoint(ids)):
                 shown = [token_id for token_id in ids if token_id not in ending_ids]
             return self._detokenizer.push(shown), ids
         text = []
@@ -115,8 +126,10 @@ class TextGeneration:
 
     def _push_one(self, matcher: StopMatcher, token_id: int, is_ending: bool) -> str:
         self._num_tokens += 1
-        text = "" if is_ending else matcher.push(self._detokenizer.push((token_id,)))
-        if matcher.watches_hidden and token_id in self._special:
+        adds_text = self._include_stop or not is_ending
+        text = matcher.push(self._detokenizer.push((token_id,))) if adds_text else ""
+        shows = adds_text and self._shows_special
+        if not shows and matcher.watches_hidden and token_id in self._special:
             text += matcher.push_hidden(self._special[token_id])
         self._note(matcher)
         return text

@@ -5,21 +5,27 @@ does is elsewhere: rules in `validation`, encoding in `encoding_pool`, the answe
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+import functools
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from quire.v1 import text_pb2, text_pb2_grpc
-from services.chassis.errors import InvalidArgument, Unavailable
+from services.chassis.errors import Unavailable, Violations
 from services.chassis.tracing import traceparent_of
 from services.chassis.unknown_fields import refuse_unknown_fields
 from services.tokenizer import codec
 from services.tokenizer.answer import Answer, AnswerPlan
-from services.tokenizer.domain import RawTokenIds, TextMessage
+from services.tokenizer.domain import Limits, RawTokenIds, TextMessage
 from services.tokenizer.encoding import Encoding
 from services.tokenizer.encoding_pool import EncodingPool
 from services.tokenizer.packing import compact_ids
 from services.tokenizer.session import SchedulerLink
-from services.tokenizer.validation import Validator, check_messages, check_not_empty
+from services.tokenizer.validation import (
+    Validator,
+    check_messages,
+    check_not_empty,
+    check_text,
+)
 
 # Generic in grpc's stubs, a plain class at run time.
 _Context = Any
@@ -74,20 +80,29 @@ class TextServicer(text_pb2_grpc.TextServiceServicer):
         """Completes a prompt."""
         self._enter(request, context)
         limits = self._link.limits
-        options = self._validator.options(codec.options_from_request(request), limits)
         raw = codec.prompt_from_request(request)
+        wrong = Violations()
+        with wrong.collected():
+            options = self._validator.options(codec.options_from_request(request), limits)
         if raw is None:
-            raise InvalidArgument("prompt", "is missing; send text or token_ids")
-        if isinstance(raw, RawTokenIds):
-            prompt = self._validator.token_ids(raw, "token_ids", limits)
+            wrong.add("prompt", "is missing; send text or token_ids")
+        elif isinstance(raw, RawTokenIds):
+            with wrong.collected():
+                prompt = self._validator.prompt_ids(raw, "token_ids", limits)
         else:
+            with wrong.collected():
+                self._check_text("prompt", limits)(raw)
+        wrong.raise_any()
+        if isinstance(raw, str):
             (prompt,) = await self._pool.encode([raw], "text", add_special_tokens=True)
         self._validator.prompt(prompt, "prompt", options, self._link.limits)
         plan = AnswerPlan(
             options=options,
             prompt=compact_ids(prompt),
             # The text goes on where the prompt ends, be it inside a word or a character.
-            detokenizer=self._encoding.detokenization.start(prompt),
+            detokenizer=self._encoding.detokenization.start(
+                prompt, skip_special_tokens=options.skip_special_tokens
+            ),
             traceparent=traceparent_of(context.invocation_metadata()),
         )
         async for message in self._answer(plan, context):
@@ -98,16 +113,25 @@ class TextServicer(text_pb2_grpc.TextServiceServicer):
     ) -> AsyncIterator[text_pb2.ChatResponse]:
         """Renders a conversation and completes it."""
         self._enter(request, context)
-        options = self._validator.options(codec.options_from_request(request), self._link.limits)
+        limits = self._link.limits
         messages = codec.messages_from_proto(request.messages)
-        check_messages(messages)
-        chat = await self._pool.render(messages, add_generation_prompt=True)
+        wrong = Violations()
+        with wrong.collected():
+            options = self._validator.options(codec.options_from_request(request), limits)
+        with wrong.collected():
+            check_messages(messages)
+        wrong.raise_any()
+        chat = await self._pool.render(
+            messages, add_generation_prompt=True, check=self._check_text("messages", limits)
+        )
         self._validator.prompt(chat.token_ids, "messages", options, self._link.limits)
         plan = AnswerPlan(
             options=options,
             prompt=compact_ids(chat.token_ids),
             # The assistant's turn is a text of its own.
-            detokenizer=self._encoding.detokenization.start(),
+            detokenizer=self._encoding.detokenization.start(
+                skip_special_tokens=options.skip_special_tokens
+            ),
             traceparent=traceparent_of(context.invocation_metadata()),
         )
         async for message in self._answer(plan, context):
@@ -177,6 +201,15 @@ class TextServicer(text_pb2_grpc.TextServiceServicer):
                 yield message
         finally:
             answer.close()
+
+    def _check_text(self, field: str, limits: Limits | None) -> Callable[[str], None]:
+        """Refuses a text that cannot fit, before work is put into it."""
+        return functools.partial(
+            check_text,
+            field=field,
+            characters_per_token=self._encoding.characters_per_token,
+            limits=limits,
+        )
 
     def _enter(self, request: Any, context: _Context) -> None:
         """Counts a call until it ends, however it ends."""

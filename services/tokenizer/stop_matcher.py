@@ -78,11 +78,15 @@ class StopMatcher:
     Args:
         visible: strings to look for in the text that shows.
         raw: strings to look for in the text with the hidden parts in it.
+        include: whether the string found is released too, as far as it shows.
     """
 
-    def __init__(self, visible: Iterable[str], raw: Iterable[str] = ()) -> None:
+    def __init__(
+        self, visible: Iterable[str], raw: Iterable[str] = (), *, include: bool = False
+    ) -> None:
         self._visible = StopAutomaton(visible)
         self._raw = StopAutomaton(raw)
+        self._include = include
         self._visible_state = 0
         self._raw_state = 0
         self._first_characters = self._visible.first_characters | self._raw.first_characters
@@ -137,13 +141,13 @@ class StopMatcher:
         return self._raw.found[self._raw_state]
 
     def _cut(self, end: int, visible: str | None, raw: str | None) -> str:
-        """Ends the text: releases what precedes the match that ends at `end` of the held text."""
+        """Ends the text with the match that ends at `end` of the held text, or before it."""
         shown_of_raw = 0 if raw is None else sum(self._shown[-len(raw) :])
         if raw is None or (visible is not None and len(visible) >= shown_of_raw):
             self.found, length = visible, len(visible or "")
         else:
             self.found, length = raw, shown_of_raw
-        released = self._held[: end - length]
+        released = self._held[: end if self._include else end - length]
         self._held = ""
         return released
 

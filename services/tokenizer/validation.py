@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from services.chassis.errors import InvalidArgument, NotFound
+from services.chassis.errors import InvalidArgument, NotFound, Violations
 from services.tokenizer.domain import (
     ChatMessage,
     Limits,
@@ -26,6 +26,7 @@ from services.tokenizer.packing import unpack_ids
 MAX_REQUEST_ID_BYTES = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 256
+MAX_STOP_TOKENS = 128
 MAX_MESSAGES = 4096
 MAX_ROLE_CHARACTERS = 64
 CONTEXT_LENGTH = "CONTEXT_LENGTH"
@@ -50,7 +51,7 @@ class Validator:
         """Checks everything but the prompt; mints request id and seed where absent.
 
         Raises:
-            InvalidArgument: a field is wrong.
+            InvalidArgument: fields are wrong; names all of them.
             NotFound: another model is asked for.
         """
         if raw.model and raw.model != self.model:
@@ -58,18 +59,30 @@ class Validator:
                 f"model: {raw.model!r} is not served here; {self.model!r} is",
                 reason="MODEL_NOT_FOUND",
             )
-        resumed = self.token_ids(raw.resumed, "resume.token_ids", limits)
-        if raw.max_tokens is not None:
-            _check_max_tokens(raw.max_tokens, len(resumed))
+        wrong = Violations()
+        with wrong.collected():
+            _check_request_id(raw.request_id)
+        with wrong.collected():
+            sampling = self.sampling(raw.sampling)
+        if raw.max_tokens is not None and raw.max_tokens < 1:
+            wrong.add("stopping.max_tokens", f"must be >= 1, got {raw.max_tokens}")
+        self._check_stop_token_ids(raw.stop_token_ids, limits, wrong)
+        _check_stop_strings(raw.stop_strings, wrong)
+        with wrong.collected():
+            resumed = self._resumed(raw, limits)
+        wrong.raise_any()
         return ValidOptions(
-            request_id=_request_id(raw.request_id),
+            request_id=raw.request_id or uuid.uuid4().hex,
             model=raw.model,
-            sampling=self.sampling(raw.sampling),
+            sampling=sampling,
             max_tokens=raw.max_tokens,
             ignore_eos=raw.ignore_eos,
-            stop_strings=_stop_strings(raw.stop_strings),
+            stop_token_ids=frozenset(raw.stop_token_ids),
+            stop_strings=tuple(raw.stop_strings),
             stream=raw.stream,
             return_token_ids=raw.return_token_ids,
+            include_stop=raw.include_stop,
+            skip_special_tokens=raw.skip_special_tokens,
             attempt=raw.attempt,
             resumed=resumed,
         )
@@ -78,16 +91,16 @@ class Validator:
         """Sampling in force: what was asked for, else the defaults.
 
         Raises:
-            InvalidArgument: a value is out of range.
+            InvalidArgument: values are out of range; names all of them.
         """
+        wrong = Violations()
         temperature = _given(raw.temperature, self.defaults.temperature)
         if not (math.isfinite(temperature) and temperature >= 0):
-            raise InvalidArgument(
-                "sampling.temperature", f"must be finite and >= 0, got {temperature:g}"
-            )
+            wrong.add("sampling.temperature", f"must be finite and >= 0, got {temperature:g}")
         top_p = _given(raw.top_p, self.defaults.top_p)
         if not 0 < top_p <= 1:
-            raise InvalidArgument("sampling.top_p", f"must be in (0, 1], got {top_p:g}")
+            wrong.add("sampling.top_p", f"must be in (0, 1], got {top_p:g}")
+        wrong.raise_any()
         return Sampling(
             temperature=temperature,
             top_p=top_p,
@@ -107,9 +120,9 @@ class Validator:
             raise InvalidArgument(
                 f"{field}.packed", f"must be 4 bytes per id, got {len(raw.packed)} bytes"
             )
-        ids = unpack_ids(raw.packed) if raw.packed else raw.ids
+        ids = unpack_ids(raw.packed) if raw.packed else list(raw.ids)
         form = "packed" if raw.packed else "ids"
-        size = self.vocab_size if limits is None else limits.vocab_size
+        size = self._num_ids(limits)
         if ids and max(ids) >= size:
             index = next(index for index, token_id in enumerate(ids) if token_id >= size)
             raise InvalidArgument(
@@ -117,6 +130,16 @@ class Validator:
                 f"must be below the vocabulary size {size}, got {ids[index]}",
             )
         return ids
+
+    def prompt_ids(self, raw: RawTokenIds, field: str, limits: Limits | None) -> Sequence[int]:
+        """The ids of a prompt that was sent as ids; not even read where there are too many.
+
+        Raises:
+            InvalidArgument: see `token_ids`, or they are longer than the context.
+        """
+        if limits is not None:
+            _check_prompt_size("prompt", raw.count, limits)
+        return self.token_ids(raw, field, limits)
 
     def prompt(
         self, ids: Sequence[int], field: str, options: ValidOptions, limits: Limits | None
@@ -142,10 +165,7 @@ class Validator:
                 f"the tokenizer gives it id {max(ids)}, and the model has {limits.vocab_size} ids",
             )
         longest, size = limits.max_model_len, len(ids)
-        if size >= longest:
-            raise _too_long(
-                field, size, longest, f"has {size} tokens, and at least one is to be generated"
-            )
+        _check_prompt_size(field, size, limits)
         if size + len(options.resumed) > longest:
             got = size + len(options.resumed)
             raise _too_long("resume.token_ids", got, longest, f"is {got} tokens with the prompt")
@@ -158,6 +178,57 @@ class Validator:
                 f"is {options.max_tokens}, with {size} prompt tokens {got}",
             )
 
+    def _num_ids(self, limits: Limits | None) -> int:
+        return self.vocab_size if limits is None else limits.vocab_size
+
+    def _check_stop_token_ids(
+        self, ids: Sequence[int], limits: Limits | None, wrong: Violations
+    ) -> None:
+        field, size = "stopping.stop_token_ids", self._num_ids(limits)
+        if len(ids) > MAX_STOP_TOKENS:
+            wrong.add(field, f"must hold at most {MAX_STOP_TOKENS} ids, got {len(ids)}")
+            return
+        for index, token_id in enumerate(ids):
+            if token_id >= size:
+                limit = f"must be below the vocabulary size {size}, got {token_id}"
+                wrong.add(f"{field}[{index}]", limit)
+
+    def _resumed(self, raw: RawOptions, limits: Limits | None) -> Sequence[int]:
+        field, count = "resume.token_ids", raw.resumed.count
+        if raw.max_tokens and count > raw.max_tokens:
+            limit = f"at most stopping.max_tokens = {raw.max_tokens} ids"
+            raise InvalidArgument(field, f"must hold {limit}, got {count}")
+        if limits is not None and count >= limits.max_model_len:
+            raise _too_long(field, count, limits.max_model_len, f"has {count} tokens")
+        return self.token_ids(raw.resumed, field, limits)
+
+
+def check_text(
+    text: str, field: str, *, characters_per_token: int | None, limits: Limits | None
+) -> None:
+    """Refuses a text that is too long for the context whatever its tokens are.
+
+    Args:
+        text: not yet encoded.
+        field: where it came from.
+        characters_per_token: the most of it that one token can cover; None for any number.
+        limits: None while no worker is attached.
+
+    Raises:
+        InvalidArgument: it cannot fit.
+    """
+    if characters_per_token is None or limits is None:
+        return
+    size = len(text)
+    at_least = -(-size // characters_per_token)
+    if at_least >= limits.max_model_len:
+        raise _too_long(
+            field,
+            at_least,
+            limits.max_model_len,
+            f"has {size} characters, which are at least {at_least} tokens",
+        )
+
 
 def check_messages(messages: Sequence[ChatMessage]) -> None:
     """Raises InvalidArgument unless there is a message and each has a usable role."""
@@ -167,12 +238,14 @@ def check_messages(messages: Sequence[ChatMessage]) -> None:
         raise InvalidArgument(
             "messages", f"must hold at most {MAX_MESSAGES} messages, got {len(messages)}"
         )
+    wrong = Violations()
     for index, message in enumerate(messages):
         if not message.role or len(message.role) > MAX_ROLE_CHARACTERS:
-            raise InvalidArgument(
+            wrong.add(
                 f"messages[{index}].role",
                 f"must have 1 to {MAX_ROLE_CHARACTERS} characters, got {len(message.role)}",
             )
+    wrong.raise_any()
 
 
 def check_not_empty(items: Sequence[object], field: str) -> None:
@@ -194,36 +267,30 @@ def _too_long(field: str, got: int, limit: int, description: str) -> InvalidArgu
     )
 
 
-def _check_max_tokens(max_tokens: int, num_resumed: int) -> None:
-    if max_tokens < 1:
-        raise InvalidArgument("stopping.max_tokens", f"must be >= 1, got {max_tokens}")
-    if num_resumed > max_tokens:
-        raise InvalidArgument(
-            "resume.token_ids",
-            f"must hold at most stopping.max_tokens = {max_tokens} ids, got {num_resumed}",
+def _check_prompt_size(field: str, size: int, limits: Limits) -> None:
+    if size >= limits.max_model_len:
+        raise _too_long(
+            field,
+            size,
+            limits.max_model_len,
+            f"has {size} tokens, and at least one is to be generated",
         )
 
 
-def _request_id(request_id: str) -> str:
-    if not request_id:
-        return uuid.uuid4().hex
+def _check_request_id(request_id: str) -> None:
     size = len(request_id.encode())
     if size > MAX_REQUEST_ID_BYTES:
         raise InvalidArgument(
             "request_id", f"must be at most {MAX_REQUEST_ID_BYTES} bytes, got {size}"
         )
-    return request_id
 
 
-def _stop_strings(stops: Sequence[str]) -> tuple[str, ...]:
+def _check_stop_strings(stops: Sequence[str], wrong: Violations) -> None:
     if len(stops) > MAX_STOP_STRINGS:
-        raise InvalidArgument(
-            "stop_strings", f"must hold at most {MAX_STOP_STRINGS} strings, got {len(stops)}"
-        )
+        limit = f"must hold at most {MAX_STOP_STRINGS} strings, got {len(stops)}"
+        wrong.add("stop_strings", limit)
+        return
     for index, stop in enumerate(stops):
         if not 1 <= len(stop) <= MAX_STOP_CHARACTERS:
-            raise InvalidArgument(
-                f"stop_strings[{index}]",
-                f"must have 1 to {MAX_STOP_CHARACTERS} characters, got {len(stop)}",
-            )
-    return tuple(stops)
+            limit = f"must have 1 to {MAX_STOP_CHARACTERS} characters, got {len(stop)}"
+            wrong.add(f"stop_strings[{index}]", limit)

@@ -51,6 +51,7 @@ def work(request_id: str = "r", **kwargs: Any) -> TokenWork:
         sampling=Sampling(temperature=0.0, top_p=1.0, top_k=0, seed=7),
         max_tokens=10,
         ignore_eos=False,
+        stop_token_ids=frozenset(),
         attempt=0,
         resumed=(),
         traceparent="",
