@@ -85,7 +85,8 @@ def decode_cost(rows: int, *, steps: int, prefix_caching: bool) -> DecodeCost:
             eos_token_ids=(2,),
             max_in_flight=2,
             chain_root=b"benchmark",
-        )
+        ),
+        0,
     )
     worker = _EchoWorker()
     prompts = np.random.default_rng(0).integers(10, _VOCAB, (rows, _PROMPT_TOKENS + _BLOCK_SIZE))

@@ -109,26 +109,36 @@ class Bye(_message.Message):
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
 class SessionResponse(_message.Message):
-    __slots__ = ("welcome", "limits", "batch", "bye")
+    __slots__ = ("welcome", "limits", "batch", "bye", "readiness")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     LIMITS_FIELD_NUMBER: _ClassVar[int]
     BATCH_FIELD_NUMBER: _ClassVar[int]
     BYE_FIELD_NUMBER: _ClassVar[int]
+    READINESS_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     limits: ModelLimits
     batch: TokenBatch
     bye: Bye
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., limits: _Optional[_Union[ModelLimits, _Mapping]] = ..., batch: _Optional[_Union[TokenBatch, _Mapping]] = ..., bye: _Optional[_Union[Bye, _Mapping]] = ...) -> None: ...
+    readiness: Readiness
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., limits: _Optional[_Union[ModelLimits, _Mapping]] = ..., batch: _Optional[_Union[TokenBatch, _Mapping]] = ..., bye: _Optional[_Union[Bye, _Mapping]] = ..., readiness: _Optional[_Union[Readiness, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("credits", "limits", "protocol_major")
+    __slots__ = ("credits", "limits", "protocol_major", "readiness")
     CREDITS_FIELD_NUMBER: _ClassVar[int]
     LIMITS_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_MAJOR_FIELD_NUMBER: _ClassVar[int]
+    READINESS_FIELD_NUMBER: _ClassVar[int]
     credits: int
     limits: ModelLimits
     protocol_major: int
-    def __init__(self, credits: _Optional[int] = ..., limits: _Optional[_Union[ModelLimits, _Mapping]] = ..., protocol_major: _Optional[int] = ...) -> None: ...
+    readiness: Readiness
+    def __init__(self, credits: _Optional[int] = ..., limits: _Optional[_Union[ModelLimits, _Mapping]] = ..., protocol_major: _Optional[int] = ..., readiness: _Optional[_Union[Readiness, _Mapping]] = ...) -> None: ...
+
+class Readiness(_message.Message):
+    __slots__ = ("serving",)
+    SERVING_FIELD_NUMBER: _ClassVar[int]
+    serving: bool
+    def __init__(self, serving: _Optional[bool] = ...) -> None: ...
 
 class ModelLimits(_message.Message):
     __slots__ = ("model", "vocab_size", "max_model_len", "kv_capacity_tokens", "eos_token_ids", "num_workers")

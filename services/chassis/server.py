@@ -1,22 +1,32 @@
 """A gRPC server with health and reflection, and the order in which it stops.
 
-Health names: `""` is "the process is up"; the name of a service is "it can serve now".
+Health names: `""` is "the process is up and, while it has work, gets on with it"; the name of a
+service is "it can serve now".
 """
 
+import errno
 import os
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from services.chassis.addresses import LONGEST_SOCKET_PATH, UNIX, split_host_port
 from services.chassis.channel import SERVER_OPTIONS
 from services.chassis.interceptors import ErrorInterceptor
 from services.chassis.process import StartupError
 
-_UNIX = "unix://"
+_WHY: Mapping[int, str] = MappingProxyType(
+    {
+        errno.EADDRINUSE: "another process listens there; take another port, or end that process",
+        errno.EACCES: "this user may not bind it; take a port from 1024 on",
+        errno.EADDRNOTAVAIL: "it is no address of this machine",
+    }
+)
 
 
 class GrpcServer:
@@ -76,6 +86,15 @@ class GrpcServer:
         for name in self._names:
             await self._health.set(name, status)
 
+    async def set_alive(self, alive: bool) -> None:
+        """Sets the health of the process, name `""`: False where only a restart would mend it."""
+        status = (
+            health_pb2.HealthCheckResponse.SERVING
+            if alive
+            else health_pb2.HealthCheckResponse.NOT_SERVING
+        )
+        await self._health.set("", status)
+
     async def stop(self, grace_s: float = 0.5) -> None:
         """Closes the listener, gives live calls `grace_s` seconds, removes socket files.
 
@@ -87,19 +106,19 @@ class GrpcServer:
             path.unlink(missing_ok=True)
 
     def _bind(self, address: str) -> str:
-        if address.startswith(_UNIX):
-            path = Path(address.removeprefix(_UNIX))
+        if address.startswith(UNIX):
+            path = Path(address.removeprefix(UNIX))
             _make_room(path)
             self._add_port(address)
             self._sockets.append(path)
             return address
-        host, _, port = address.rpartition(":")
-        # gRPC would take a missing port for 443 and a large one modulo 65536.
-        if not host or not (port.isascii() and port.isdigit() and int(port) <= 65535):
+        parts = split_host_port(address)
+        if parts is None:
             raise StartupError(
                 f"listen: must be host:port with a port of 0 to 65535, or unix:///path: {address!r}"
             )
-        return f"{host}:{self._add_port(address)}"
+        _check_free(address, *parts)
+        return f"{address.rpartition(':')[0]}:{self._add_port(address)}"
 
     def _add_port(self, address: str) -> int:
         try:
@@ -110,21 +129,49 @@ class GrpcServer:
             ) from error
 
 
+def _check_free(address: str, host: str, port: int) -> None:
+    """Binds for a moment: gRPC does not say why it cannot, and writes lines of its own."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:
+        raise StartupError(f"listen: cannot bind {address}: the host is not known") from error
+    reasons = []
+    for family, kind, protocol, _, place in found:
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(place)
+        except OSError as error:
+            reasons.append(_WHY.get(error.errno or 0) or error.strerror or str(error))
+        else:
+            return
+    raise StartupError(f"listen: cannot bind {address}: {reasons[0]}")
+
+
 def _make_room(path: Path) -> None:
     """Makes the folder of a socket, and removes what a dead process left at its path."""
     if not path.is_absolute():
-        raise StartupError(f"listen: socket path must be absolute: {_UNIX}{path}")
-    if len(os.fsencode(path)) > 107:
-        raise StartupError(f"listen: socket path is longer than 107 bytes: {path}")
+        raise StartupError(f"listen: socket path must be absolute: {UNIX}{path}")
+    if len(os.fsencode(path)) > LONGEST_SOCKET_PATH:
+        raise StartupError(
+            f"listen: socket path is longer than {LONGEST_SOCKET_PATH} bytes: {path}"
+        )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StartupError(
+            f"listen: cannot make the folder {path.parent}: {error.strerror}"
+        ) from error
+    if not os.access(path.parent, os.W_OK):
+        raise StartupError(f"listen: cannot write into the folder {path.parent}")
+    try:
         if path.is_socket() and not _answers(path):
             path.unlink(missing_ok=True)
     except OSError as error:
         raise StartupError(f"listen: cannot use {path}: {error.strerror}") from error
     if path.exists():
         taken = "another process listens there" if path.is_socket() else "it is not a socket"
-        raise StartupError(f"listen: cannot bind {_UNIX}{path}: {taken}")
+        raise StartupError(f"listen: cannot bind {UNIX}{path}: {taken}")
 
 
 def _answers(path: Path) -> bool:

@@ -23,6 +23,8 @@ TOKEN_SERVICE = "quire.v1.TokenService"
 INFO_SERVICE = "quire.v1.InfoService"
 WORKER_LINK_SERVICE = "quire.v1.WorkerLinkService"
 
+_HANG_CHECK_S = 1.0
+
 
 def wire(settings: Settings) -> tuple[EngineLoop, GrpcServer]:
     """The loop and the server in front of it, not yet running."""
@@ -50,30 +52,44 @@ async def serve(stopping: asyncio.Event) -> None:
 
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(loop.run())
-        readiness = tasks.create_task(follow_readiness(loop, server, settings.worker_grace))
+        readiness = tasks.create_task(
+            follow_readiness(loop, server, settings.worker_grace, settings.step_timeout)
+        )
         await stopping.wait()
         loop.draining = True
         readiness.cancel()
+        loop.serving = False
         await server.set_ready(False)
         await drained(loop, settings.drain_timeout)
         loop.close()
     await server.stop()
 
 
-async def follow_readiness(loop: EngineLoop, server: GrpcServer, grace_s: float) -> None:
-    """Ready while a worker is attached, and for `grace_s` seconds after the last one left."""
+async def follow_readiness(
+    loop: EngineLoop, server: GrpcServer, grace_s: float, step_timeout_s: float
+) -> None:
+    """Ready while a worker is attached that answers, and for `grace_s` after the last one left.
+
+    Args:
+        loop: told, and through it the sessions.
+        server: whose health it is.
+        grace_s: seconds.
+        step_timeout_s: how long all workers may owe an answer, seconds.
+    """
     while True:
         loop.workers_changed.clear()
         if loop.limits is not None:
-            await server.set_ready(True)
-            await loop.workers_changed.wait()
-            continue
+            loop.serving = not loop.hangs(int(step_timeout_s * 1e6))
+            pause_s: float | None = min(_HANG_CHECK_S, step_timeout_s)
+        else:
+            pause_s = grace_s if loop.serving else None
+        await server.set_ready(loop.serving)
         try:
-            async with asyncio.timeout(grace_s):
+            async with asyncio.timeout(pause_s):
                 await loop.workers_changed.wait()
         except TimeoutError:
-            await server.set_ready(False)
-            await loop.workers_changed.wait()
+            if loop.limits is None:
+                loop.serving = False
 
 
 async def drained(loop: EngineLoop, timeout_s: float) -> None:

@@ -195,12 +195,23 @@ def limits_message(limits: Limits | None, model: str) -> token_pb2.ModelLimits:
     )
 
 
-def welcome(credits: int, limits: Limits | None, model: str) -> token_pb2.SessionResponse:
+def welcome(
+    credits: int, limits: Limits | None, model: str, *, serving: bool
+) -> token_pb2.SessionResponse:
     """The first message of a session."""
-    message = token_pb2.Welcome(credits=credits, protocol_major=PROTOCOL_MAJOR)
+    message = token_pb2.Welcome(
+        credits=credits,
+        protocol_major=PROTOCOL_MAJOR,
+        readiness=token_pb2.Readiness(serving=serving),
+    )
     if limits is not None:
         message.limits.CopyFrom(limits_message(limits, model))
     return token_pb2.SessionResponse(welcome=message)
+
+
+def readiness_response(serving: bool) -> token_pb2.SessionResponse:
+    """Whether requests can be served, after that changed."""
+    return token_pb2.SessionResponse(readiness=token_pb2.Readiness(serving=serving))
 
 
 def limits_response(limits: Limits | None, model: str) -> token_pb2.SessionResponse:
@@ -255,7 +266,7 @@ def error_of(end: End) -> ServiceError | None:
     if end.reason is EndReason.REPLACED:
         return Aborted("a newer attempt of this request took its place", reason="REPLACED")
     if end.reason is EndReason.NO_WORKER:
-        return Unavailable("no worker attached in time", reason="NO_WORKER")
+        return Unavailable("no worker that can hold it attached in time", reason="NO_WORKER")
     if end.reason is EndReason.CANNOT_FIT:
         assert end.refusal is not None
         return refusal_error(end.refusal)

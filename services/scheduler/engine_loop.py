@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from services.chassis.errors import FailedPrecondition, Unavailable
+from services.chassis.errors import AlreadyExists, FailedPrecondition, Unavailable
 from services.scheduler import codec
 from services.scheduler.core.admission import token_limit
 from services.scheduler.core.plan import (
@@ -47,12 +47,14 @@ class WorkerLink:
         spec: the worker's limits, lowered by the configuration.
         epoch: of the attachment.
         model: name of the model it serves.
+        instance_id: of the worker's process.
     """
 
-    def __init__(self, spec: WorkerSpec, epoch: int, model: str) -> None:
+    def __init__(self, spec: WorkerSpec, epoch: int, model: str, instance_id: str) -> None:
         self.spec = spec
         self.epoch = epoch
         self.model = model
+        self.instance_id = instance_id
         self.end_reason: str | None = None
         """Set once the loop has let go of the worker."""
         self.timings = TimingWindow()
@@ -104,6 +106,7 @@ class EngineLoop:
         self._live: dict[int, set[int]] = {}
         self._next_sink = 1
         self._closed = False
+        self._serving = False
         self.draining = False
         self.idle = asyncio.Event()
         self.idle.set()
@@ -119,8 +122,10 @@ class EngineLoop:
                 post = self._inbox.popleft()
                 self._deliver(post.act(_now()))
             self._deliver(self._core.expire(_now()))
-            for link in list(self._links.values()):
-                self._execute(link)
+            # A step each in turn: what one worker leaves to another is then placed before the first
+            # has used up its steps in flight.
+            while any([self._execute(link) for link in self._links.values()]):
+                pass
             if self._core.is_idle:
                 self.idle.set()
             else:
@@ -154,9 +159,27 @@ class EngineLoop:
             return link.spec.block_size, link.spec.chain_root
         return None
 
+    @property
+    def serving(self) -> bool:
+        """Whether requests can be served now, as far as is known; callers are told of changes."""
+        return self._serving
+
+    @serving.setter
+    def serving(self, serving: bool) -> None:
+        if serving != self._serving:
+            self._serving = serving
+            for outbox in self._outboxes.values():
+                outbox.put_serving(serving)
+
     def loads(self) -> Loads:
         """Gauges and counters."""
         return self._core.loads()
+
+    def hangs(self, timeout_us: int) -> bool:
+        """Whether every attached worker owes an answer for longer than `timeout_us`."""
+        oldest = [link.timings.oldest_open for link in self._links.values()]
+        now = _now()
+        return bool(oldest) and all(sent is not None and now - sent > timeout_us for sent in oldest)
 
     def timings(self) -> dict[str, LinkTimings | None]:
         """How the links' recent steps spent their time, by worker id."""
@@ -218,10 +241,11 @@ class EngineLoop:
 
     # Workers
 
-    async def attach(self, spec: WorkerSpec, model: str) -> WorkerLink:
-        """Takes a worker; one of the same id is let go first.
+    async def attach(self, spec: WorkerSpec, model: str, instance_id: str) -> WorkerLink:
+        """Takes a worker; an older attachment of the same instance is let go first.
 
         Raises:
+            AlreadyExists: another instance of that name is attached.
             FailedPrecondition: it does not agree with the attached workers.
             Unavailable: the scheduler is stopping.
         """
@@ -229,8 +253,17 @@ class EngineLoop:
 
         def act(now: int) -> Events | None:
             old = self._links.get(spec.worker_id)
+            if old is not None and old.instance_id != instance_id:
+                taken.set_exception(
+                    AlreadyExists(
+                        f"worker_id: another worker named {spec.worker_id!r} is attached; "
+                        "give each its own --worker-id",
+                        reason="WORKER_ID_TAKEN",
+                    )
+                )
+                return None
             if old is not None:
-                self._lose(old, "a newer instance of the worker took its place", now)
+                self._lose(old, "it dialled again", now)
             if not self._core.compatible(spec) or self.model not in ("", model):
                 taken.set_exception(
                     FailedPrecondition(
@@ -239,7 +272,7 @@ class EngineLoop:
                 )
                 return None
             try:
-                lowered, epoch, events = self._core.attach(spec)
+                lowered, epoch, events = self._core.attach(spec, now)
             except MemoryError:
                 taken.set_exception(
                     FailedPrecondition(
@@ -248,7 +281,7 @@ class EngineLoop:
                     )
                 )
                 return None
-            link = WorkerLink(lowered, epoch, model)
+            link = WorkerLink(lowered, epoch, model, instance_id)
             self._links[spec.worker_id] = link
             log.info(
                 "worker %s attached: epoch %d, %d blocks of %d tokens",
@@ -306,11 +339,14 @@ class EngineLoop:
         self._inbox.append(_Post(act))
         self._wake.set()
 
-    def _execute(self, link: WorkerLink) -> None:
-        """Plans steps until enough are open; the link's writer sends them."""
-        while (step := self._core.plan(link.spec.worker_id)) is not None:
-            link.timings.sent(_now())
-            link.put(step)
+    def _execute(self, link: WorkerLink) -> bool:
+        """Plans a step for the link to send, unless enough are open. True if there was one."""
+        step = self._core.plan(link.spec.worker_id)
+        if step is None:
+            return False
+        link.timings.sent(_now())
+        link.put(step)
+        return True
 
     def _deliver(self, events: Events | None) -> None:
         if events is None:

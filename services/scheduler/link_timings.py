@@ -37,6 +37,11 @@ class TimingWindow:
         self._sent: deque[int] = deque()  # as many as steps are open
         self._samples: deque[tuple[int, int, int]] = deque(maxlen=_WINDOW)
 
+    @property
+    def oldest_open(self) -> int | None:
+        """When the oldest step without an answer was sent, microseconds; None without one."""
+        return self._sent[0] if self._sent else None
+
     def sent(self, now: int) -> None:
         """A step was handed to the link."""
         self._sent.append(now)

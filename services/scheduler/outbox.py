@@ -1,7 +1,8 @@
 """What waits to be written to one caller: new tokens and ends, merged until the caller reads.
 
-Owns the bound: a caller that does not read is given up once `MAX_BYTES` wait for it (its writer
-also gives up when one write takes `WRITE_TIMEOUT_S`). The engine loop only puts, and never waits.
+Owns the bound: a caller that does not read is given up as soon as more than `MAX_BYTES` wait for it
+(its writer also gives up when one write takes `WRITE_TIMEOUT_S`). The engine loop only puts, and
+never waits.
 """
 
 import asyncio
@@ -19,8 +20,10 @@ MAX_BYTES = 4 * 1024 * 1024
 WRITE_TIMEOUT_S = 5.0
 """Longest time one write to a caller may take, seconds."""
 
-_ROW_BYTES = 12
-_END_BYTES = 64
+# What is held, not what will be written: each put keeps two arrays, whose headers outweigh a row.
+_PUT_BYTES = 256
+_ROW_BYTES = 8
+_END_BYTES = 256
 
 StreamIds = npt.NDArray[np.uint32]
 
@@ -37,6 +40,7 @@ class Delivery:
         token_ids: uint32 [rows], one token per row.
         ends: ends with their streams.
         limits: the limits of the attached workers, where they changed; see `limits_changed`.
+        serving: whether requests can be served now, where that changed.
         credits: submits taken.
         closing: nothing comes after this.
     """
@@ -46,6 +50,7 @@ class Delivery:
     ends: tuple[tuple[int, End], ...]
     limits: Limits | None
     limits_changed: bool
+    serving: bool | None
     credits: int
     closing: bool
 
@@ -55,37 +60,41 @@ class Outbox:
 
     def __init__(self) -> None:
         self._news = asyncio.Event()
+        self._overflow = asyncio.Event()
         self._streams: list[StreamIds] = []
         self._tokens: list[TokenArray] = []
         self._ends: list[tuple[int, End]] = []
         self._limits: Limits | None = None
         self._limits_changed = False
+        self._serving: bool | None = None
         self._credits = 0
         self._bytes = 0
         self._closing = False
 
-    @property
-    def overflowed(self) -> bool:
-        """The caller has fallen too far behind and must be given up."""
-        return self._bytes > MAX_BYTES
+    async def overflowed(self) -> None:
+        """Waits until the caller has fallen too far behind and must be given up."""
+        await self._overflow.wait()
 
     def put_tokens(self, streams: StreamIds, token_ids: TokenArray) -> None:
         """One new token for each of these streams."""
         self._streams.append(streams)
         self._tokens.append(token_ids)
-        self._bytes += _ROW_BYTES * streams.size
-        self._news.set()
+        self._grow(_PUT_BYTES + _ROW_BYTES * streams.size)
 
     def put_end(self, stream: int, end: End) -> None:
         """The end of a stream."""
         self._ends.append((stream, end))
-        self._bytes += _END_BYTES
-        self._news.set()
+        self._grow(_END_BYTES)
 
     def put_limits(self, limits: Limits | None) -> None:
         """The limits of the attached workers have changed; None: there are none."""
         self._limits = limits
         self._limits_changed = True
+        self._news.set()
+
+    def put_serving(self, serving: bool) -> None:
+        """Requests can be served from now on, or cannot any more."""
+        self._serving = serving
         self._news.set()
 
     def put_credit(self) -> None:
@@ -107,15 +116,22 @@ class Outbox:
             ends=tuple(self._ends),
             limits=self._limits,
             limits_changed=self._limits_changed,
+            serving=self._serving,
             credits=self._credits,
             closing=self._closing,
         )
         self._streams, self._tokens, self._ends = [], [], []
-        self._limits_changed = False
+        self._limits_changed, self._serving = False, None
         self._credits = self._bytes = 0
         if not self._closing:
             self._news.clear()
         return delivery
+
+    def _grow(self, size: int) -> None:
+        self._bytes += size
+        if self._bytes > MAX_BYTES:
+            self._overflow.set()
+        self._news.set()
 
 
 def _joined(parts: list[npt.NDArray[np.uint32]]) -> npt.NDArray[np.uint32]:

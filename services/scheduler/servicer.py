@@ -73,6 +73,7 @@ class _Session:
         self._context = context
         self._outbox = Outbox()
         self._last_stream = -1
+        self._credits = SESSION_CREDITS
 
     async def run(self, requests: AsyncIterator[token_pb2.SessionRequest]) -> None:
         first = await anext(requests, None)
@@ -81,12 +82,20 @@ class _Session:
         refuse_unknown_fields(first)
         codec.check_hello(first.hello)
         log.info("session of tokenizer %s opened", first.hello.instance_id)
-        await self._context.write(
-            codec.welcome(SESSION_CREDITS, self._loop.limits, self._loop.model)
-        )
         try:
+            # First of all, so that what changes while the welcome is written is not missed.
             async with self._loop.caller(self._outbox) as caller:
-                await run_until_first_ends(self._write(), self._read(requests, caller))
+                await self._context.write(
+                    codec.welcome(
+                        SESSION_CREDITS,
+                        self._loop.limits,
+                        self._loop.model,
+                        serving=self._loop.serving,
+                    )
+                )
+                await run_until_first_ends(
+                    self._write(), self._read(requests, caller), self._give_up()
+                )
         finally:
             log.info("session of tokenizer %s closed", first.hello.instance_id)
 
@@ -113,7 +122,12 @@ class _Session:
         if stream <= self._last_stream:
             raise InvalidArgument("submit.stream_id", f"must count up, got {stream}")
         self._last_stream = stream
-
+        # A peer that asks on without reading would pile up requests here without limit.
+        if self._credits == 0:
+            raise InvalidArgument(
+                "submit", f"came without a credit; at most {SESSION_CREDITS} may be unacknowledged"
+            )
+        self._credits -= 1
         try:
             call = codec.parse_request(submit.request, mint_id=False)
             await admit(self._loop, caller, stream, call)
@@ -125,8 +139,11 @@ class _Session:
         """Writes what the outbox holds until it closes or the tokenizer reads too slowly."""
         while True:
             delivery = await self._outbox.take()
+            self._credits += delivery.credits
             if delivery.limits_changed:
                 await self._send(codec.limits_response(delivery.limits, self._loop.model))
+            if delivery.serving is not None:
+                await self._send(codec.readiness_response(delivery.serving))
             batch = codec.batch_response(delivery)
             if batch is not None:
                 await self._send(batch)
@@ -135,13 +152,20 @@ class _Session:
                 return
 
     async def _send(self, message: token_pb2.SessionResponse) -> None:
-        if self._outbox.overflowed:
-            raise Overloaded("the tokenizer reads too slowly", reason="SLOW_READER")
         try:
             async with asyncio.timeout(WRITE_TIMEOUT_S):
                 await self._context.write(message)
         except TimeoutError:
-            raise Overloaded("the tokenizer reads too slowly", reason="SLOW_READER") from None
+            raise _slow_reader() from None
+
+    async def _give_up(self) -> None:
+        """Ends the session once too much waits for the tokenizer, also in the middle of a write."""
+        await self._outbox.overflowed()
+        raise _slow_reader()
+
+
+def _slow_reader() -> Overloaded:
+    return Overloaded("the tokenizer reads too slowly", reason="SLOW_READER")
 
 
 class InfoServicer(info_pb2_grpc.InfoServiceServicer):

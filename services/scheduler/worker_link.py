@@ -43,7 +43,7 @@ class WorkerLinkServicer(worker_pb2_grpc.WorkerLinkServiceServicer):
             raise InvalidArgument("message", "the first message of a worker must be register")
         refuse_unknown_fields(first)
         spec, model = codec.parse_register(first.register)
-        link = await self._loop.attach(spec, model)
+        link = await self._loop.attach(spec, model, first.register.instance_id)
         try:
             await context.write(codec.registered(link.spec, link.epoch, self._check_block_tables))
             await run_until_first_ends(_write(link, context), self._read(link, requests))

@@ -7,7 +7,7 @@ Wiring, top to bottom:
                      └─► sampling defaults ──┘            │         health: session up
     scheduler ◄══ Session ══► SchedulerLink ──────────────┘
 
-Ready means: the tokenizer is loaded and the session with the scheduler stands. On SIGTERM: not
+Ready means: the tokenizer is loaded, the session with the scheduler stands, and that can serve. On SIGTERM: not
 ready, new calls refused, running ones finish within --drain-timeout, goodbye to the scheduler, and
 exit 0.
 """
@@ -68,12 +68,12 @@ async def serve(settings: TokenizerSettings, stopping: asyncio.Event) -> None:
     model = settings.served_model_name or located.name
     server = GrpcServer([_SERVICE])
 
-    async def on_connected(connected: bool) -> None:
-        await server.set_ready(connected and not stopping.is_set())
+    async def on_serving(serving: bool) -> None:
+        await server.set_ready(serving and not stopping.is_set())
 
     link = SchedulerLink(
         LinkOptions(target=settings.scheduler, tokenizer_digest=encoding.digest, model=model),
-        on_connected,
+        on_serving,
     )
     pool = EncodingPool(encoding, threads=min(_MOST_THREADS, len(os.sched_getaffinity(0))))
     servicer = TextServicer(

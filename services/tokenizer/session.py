@@ -39,14 +39,14 @@ class SchedulerLink:
 
     Args:
         options: where and how.
-        on_connected: told True when a session stands and False when it ends.
+        on_serving: told whether requests can be served: a session stands, and its scheduler says so.
     """
 
     def __init__(
-        self, options: LinkOptions, on_connected: Callable[[bool], Awaitable[None]]
+        self, options: LinkOptions, on_serving: Callable[[bool], Awaitable[None]]
     ) -> None:
         self._options = options
-        self._on_connected = on_connected
+        self._on_serving = on_serving
         self._instance_id = uuid.uuid4().hex
         self._random = random.Random()
         self._stopping = asyncio.Event()
@@ -129,7 +129,7 @@ class SchedulerLink:
         """Runs one session to its end and says why it ended."""
         async with asyncio.TaskGroup() as tasks:
             running = [
-                tasks.create_task(session.read(self._instance_id, self._welcomed)),
+                tasks.create_task(session.read(self._instance_id, self._welcomed, self._on_serving)),
                 tasks.create_task(session.write()),
                 tasks.create_task(session.leave_on(self._stopping)),
             ]
@@ -140,14 +140,13 @@ class SchedulerLink:
                     task.cancel()
                 session.call.cancel()
 
-    async def _welcomed(self, session: SessionCall) -> None:
+    def _welcomed(self, session: SessionCall) -> None:
         self._session = session
         for stream in self._live:
             stream.wait_until(None)
         self._last_reason = ""
         target = self._options.target
         log.info("session with the scheduler at %s, %d credits", target, session.credits)
-        await self._on_connected(True)
 
     def _lose(self, session: SessionCall, reason: str) -> None:
         """Takes back what a session carried; all of it is to be submitted anew."""
@@ -172,7 +171,7 @@ class SchedulerLink:
             )
 
     async def _pause(self, seconds: float) -> None:
-        await self._on_connected(False)
+        await self._on_serving(False)
         try:
             async with asyncio.timeout(seconds):
                 await self._stopping.wait()

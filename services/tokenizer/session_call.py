@@ -78,6 +78,8 @@ class SessionCall:
         self.limits: Limits | None = None
         self.credits = 0
         self.welcomed = False
+        self.serving = False
+        """Whether the scheduler can serve requests now."""
         self.streams: dict[int, TokenStream] = {}
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._options = options
@@ -99,20 +101,34 @@ class SessionCall:
         self._work.set()
 
     async def read(
-        self, instance_id: str, on_welcome: Callable[["SessionCall"], Awaitable[None]]
+        self,
+        instance_id: str,
+        on_welcome: Callable[["SessionCall"], None],
+        on_serving: Callable[[bool], Awaitable[None]],
     ) -> None:
-        """Introduces us, then takes whatever comes until the stream ends."""
+        """Introduces us, then takes whatever comes until the stream ends.
+
+        Args:
+            instance_id: of this process.
+            on_welcome: called once, when the session stands.
+            on_serving: told whether requests can be served, then and whenever that changes.
+        """
         try:
             async with asyncio.timeout(self._options.welcome_s):
                 await self.call.write(codec.to_hello(instance_id, self._options.tokenizer_digest))
                 self._take_welcome(await self.call.read())
-            await on_welcome(self)
+            on_welcome(self)
+            await on_serving(self.serving)
             self._work.set()
             while (message := await self.call.read()) is not grpc.aio.EOF:
                 if message.HasField("bye"):
                     await self._answer_goodbye()
                     self._end(f"it said goodbye: {message.bye.reason}")
                     return
+                if message.HasField("readiness"):
+                    self.serving = message.readiness.serving
+                    await on_serving(self.serving)
+                    continue
                 self._take(message)
             self._end("it ended the stream without goodbye")
         except TimeoutError:
@@ -178,6 +194,7 @@ class SessionCall:
             )
         self.credits = welcome.credits
         self.welcomed = True
+        self.serving = not welcome.HasField("readiness") or welcome.readiness.serving
         if welcome.HasField("limits"):
             self._take_limits(welcome.limits)
 

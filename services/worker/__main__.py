@@ -13,6 +13,7 @@ from quire.models import LocatedModel, ModelNotFound, locate_model
 from services.chassis.logs import configure_logs
 from services.chassis.process import StartupError, run_process, settle_memory
 from services.chassis.server import GrpcServer
+from services.chassis.tasks import run_until_first_ends
 from services.worker.engine import Engine, StartUp, load_engine
 from services.worker.link import SchedulerLink
 from services.worker.machine import ClaimedName, Machine, claim_name
@@ -33,6 +34,8 @@ WORKER_LINK_SERVICE = "quire.v1.WorkerLinkService"
 _SWITCH_INTERVAL_S = 0.0005
 # How long the model thread may take to notice that nothing more comes.
 _THREAD_END_S = 1.0
+# How often a hanging step is looked for, seconds.
+_HANG_CHECK_S = 1.0
 
 
 async def serve(stopping: asyncio.Event) -> None:
@@ -63,6 +66,7 @@ async def serve(stopping: asyncio.Event) -> None:
             settle_memory()
             # Held until the end; a name given by the user is the user's to keep unique.
             claimed = None if settings.worker_id else claim_name(socket.gethostname())
+            readiness = Readiness(server, start_up)
             link = SchedulerLink(
                 LinkOptions(
                     target=settings.scheduler,
@@ -71,9 +75,11 @@ async def serve(stopping: asyncio.Event) -> None:
                 ),
                 make_executor=engine.attach,
                 thread=thread,
-                on_ready=Readiness(server, start_up).set,
+                on_ready=readiness.set,
             )
-            await link.run(stopping)
+            await run_until_first_ends(
+                link.run(stopping), readiness.watch(thread, settings.step_timeout)
+            )
     finally:
         await server.stop()
     if not await thread.close(_THREAD_END_S):
@@ -83,7 +89,8 @@ async def serve(stopping: asyncio.Event) -> None:
 
 
 class Readiness:
-    """Healthy while steps are taken; the first time is also the end of the start.
+    """The worker's health. Ready while steps are taken and none hangs; the first time is also the
+    end of the start. Alive while no step hangs.
 
     Args:
         server: whose health it is.
@@ -93,10 +100,28 @@ class Readiness:
     def __init__(self, server: GrpcServer, start_up: StartUp) -> None:
         self._server = server
         self._start_up: StartUp | None = start_up
+        self._takes_steps = False
+        self._hangs = False
+
+    async def watch(self, thread: ModelThread, step_timeout_s: float) -> None:
+        """Notices a step that takes longer than `step_timeout_s` seconds, and its end; for ever."""
+        while True:
+            await asyncio.sleep(min(_HANG_CHECK_S, step_timeout_s))
+            hangs = thread.busy_s > step_timeout_s
+            if hangs == self._hangs:
+                continue
+            self._hangs = hangs
+            if hangs:
+                log.error("a step has been running for more than %g s", step_timeout_s)
+            else:
+                log.warning("the step that hung has ended")
+            await self._server.set_alive(not hangs)
+            await self._server.set_ready(self._takes_steps and not hangs)
 
     async def set(self, ready: bool) -> None:
         """Steps are taken from now on, or are not any more."""
-        await self._server.set_ready(ready)
+        self._takes_steps = ready
+        await self._server.set_ready(ready and not self._hangs)
         if ready and self._start_up is not None:
             self._start_up.end_of("register")
             log.info("ready after %s", self._start_up)

@@ -7,6 +7,7 @@ import asyncio
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -30,9 +31,16 @@ class ModelThread:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._busy_since_ns: int | None = None
         self._ended: asyncio.Future[None] = loop.create_future()
         self._thread = threading.Thread(target=self._work, name="model", daemon=True)
         self._thread.start()
+
+    @property
+    def busy_s(self) -> float:
+        """How long the call under way has been running, seconds; 0 where there is none."""
+        since = self._busy_since_ns
+        return 0.0 if since is None else (time.monotonic_ns() - since) / 1e9
 
     def submit(self, call: Callable[[], T]) -> "asyncio.Future[T]":
         """Queues `call`; its result or exception becomes the future's.
@@ -59,12 +67,15 @@ class ModelThread:
             call, future = job
             if future.cancelled():
                 continue
+            self._busy_since_ns = time.monotonic_ns()
             try:
                 result = call()
             except Exception as error:  # noqa: BLE001 - it goes to whoever awaits the call
                 self._tell(_set_exception, future, error)
             else:
                 self._tell(_set_result, future, result)
+            finally:
+                self._busy_since_ns = None
         self._tell(_set_result, self._ended, None)
 
     def _tell(self, settle: Callable[..., None], future: "asyncio.Future[Any]", value: Any) -> None:

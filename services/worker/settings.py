@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from services.chassis.addresses import TARGET_RULE, is_target
 from services.chassis.settings import parse, setting
 
 _LATER = MappingProxyType(
@@ -63,7 +64,10 @@ class WorkerSettings:
 
     model: str = setting(help="model to load: an alias, a folder, or a hub id already pulled")
     scheduler: str = setting(
-        help="scheduler to attach to, host:port or unix:///path", default="127.0.0.1:50052"
+        help="scheduler to attach to, host:port or unix:///path",
+        default="127.0.0.1:50052",
+        check=is_target,
+        rule=TARGET_RULE,
     )
     served_model_name: str | None = setting(
         help="name clients use for the model; default: its own", default=None
@@ -110,9 +114,21 @@ class WorkerSettings:
         rule="must be 1 to 128 characters",
     )
     num_threads: int | None = setting(
-        help="threads of the computation on a CPU; default: the processors it may use",
+        help="threads of the computation on a CPU; default: its share of the processors",
         default=None,
         **_at_least(1),
+    )
+    local_workers: int = setting(
+        help="workers that share this machine: its processors, and the memory measured for the KV "
+        "cache on a CPU, are divided among so many",
+        default=1,
+        **_at_least(1),
+    )
+    step_timeout: float = setting(
+        help="seconds that one step may take before health tells that the worker hangs",
+        default=30.0,
+        check=lambda value: value > 0,
+        rule="must be > 0",
     )
     listen: tuple[str, ...] = setting(
         help="addresses for health checks, host:port or unix:///path; default: none", default=()

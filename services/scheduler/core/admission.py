@@ -10,19 +10,27 @@ def limits_of(specs: list[WorkerSpec]) -> Limits | None:
     """The limits of a set of workers of one model, or None without workers."""
     if not specs:
         return None
+    # Both limits of one worker: a request must fit somewhere as a whole.
+    roomiest = max(specs, key=lambda spec: (tokens_held(spec), spec.max_model_len))
     return Limits(
         vocab_size=specs[0].vocab_size,
-        max_model_len=max(spec.max_model_len for spec in specs),
-        kv_capacity_tokens=max(spec.num_blocks * spec.block_size for spec in specs),
+        max_model_len=roomiest.max_model_len,
+        kv_capacity_tokens=roomiest.num_blocks * roomiest.block_size,
         eos_token_ids=specs[0].eos_token_ids,
         num_workers=len(specs),
     )
 
 
-def token_limit(request: AddRequest, limits: Limits) -> int:
-    """The most tokens in all, prompt included, that the request may reach.
+def tokens_held(spec: WorkerSpec) -> int:
+    """The most tokens in all that a request alone on this worker may reach.
 
     The last token is sampled and never computed, so it needs no place in the KV cache.
+    """
+    return min(spec.max_model_len, spec.num_blocks * spec.block_size + 1)
+
+
+def token_limit(request: AddRequest, limits: Limits) -> int:
+    """The most tokens in all, prompt included, that the request may reach.
 
     Raises:
         Refused: it can never fit; carries the true limit.
@@ -39,7 +47,7 @@ def token_limit(request: AddRequest, limits: Limits) -> int:
 
 def fits(limit: int, spec: WorkerSpec) -> bool:
     """True where a request of `limit` tokens in all can run to its end on this worker, alone."""
-    return limit <= min(spec.max_model_len, spec.num_blocks * spec.block_size + 1)
+    return limit <= tokens_held(spec)
 
 
 def _outside_vocabulary(request: AddRequest, size: int) -> Iterator[Refusal]:

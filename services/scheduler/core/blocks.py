@@ -57,6 +57,10 @@ class BlockPool:
             found.append(block)
         return np.array(found, np.int64)
 
+    def has(self, digest: bytes) -> bool:
+        """True where a block of that hash is cached."""
+        return digest in self._index
+
     def unreferenced(self, blocks: IntArray) -> int:
         """How many of these blocks `hold` would take out of `available`."""
         return int(np.count_nonzero(self._references[blocks] == 0))

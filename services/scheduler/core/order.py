@@ -28,12 +28,6 @@ class WaitingQueue:
         """Waiting requests in order of arrival."""
         return (r for _, r in sorted(self._heap) if r.status is Status.WAITING)
 
-    def first(self) -> Request | None:
-        """The earliest arrival, left where it is."""
-        while self._heap and self._heap[0][1].status is not Status.WAITING:
-            heapq.heappop(self._heap)
-        return self._heap[0][1] if self._heap else None
-
     def push(self, request: Request) -> None:
         """Queues a request whose status is WAITING."""
         heapq.heappush(self._heap, (request.arrival, request))

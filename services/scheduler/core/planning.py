@@ -6,11 +6,13 @@ vLLM V1 scheduler). Owns a step while it is drafted; the caller owns queues and 
 """
 
 import enum
+from collections.abc import Sequence
 
 import numpy as np
 
 from services.scheduler.core.admission import fits
 from services.scheduler.core.order import WaitingQueue, victim_for
+from services.scheduler.core.placement import belongs_elsewhere
 from services.scheduler.core.plan import Config, Counters, IntArray, Mask, NewRow, StepPlan
 from services.scheduler.core.request import Request, Status
 from services.scheduler.core.worker_state import OpenStep, WorkerState
@@ -32,15 +34,22 @@ class Draft:
 
     Args:
         worker: whose step; its rows and pool change as the draft grows.
+        others: the other attached workers, which may be the better place for a request.
         waiting: the global queue; preempted requests go back to it, admitted ones leave it.
         config: chunk size and caps.
         counters: counted up.
     """
 
     def __init__(
-        self, worker: WorkerState, waiting: WaitingQueue, config: Config, counters: Counters
+        self,
+        worker: WorkerState,
+        others: Sequence[WorkerState],
+        waiting: WaitingQueue,
+        config: Config,
+        counters: Counters,
     ) -> None:
         self._worker = worker
+        self._others = others
         self._waiting = waiting
         self._config = config
         self._counters = counters
@@ -161,7 +170,7 @@ class Draft:
     def _admit_waiting(self) -> None:
         worker = self._worker
         left: list[Request] = []
-        room = self._room_beyond_running()
+        room = worker.room_beyond_running()
         while (
             self._budget > 0
             and worker.rows.order.size < worker.spec.max_num_seqs
@@ -177,16 +186,6 @@ class Draft:
             if verdict is _Verdict.STOP:
                 break
         self._waiting.push_back(left)
-
-    def _room_beyond_running(self) -> int:
-        """Blocks left once every running request got those of its next `block_size` tokens."""
-        rows = self._worker.rows
-        order = rows.order
-        size = self._worker.spec.block_size
-        # The last token up to the limit is sampled and never computed.
-        ahead = -(-np.minimum(rows.length[order] + size, rows.limit[order] - 1) // size)
-        reserved = np.maximum(ahead - rows.num_blocks[order], 0)
-        return self._worker.pool.available - int(reserved.sum())
 
     def _try_admit(self, request: Request, room: int) -> tuple[_Verdict, int]:
         worker, rows, pool = self._worker, self._worker.rows, self._worker.pool
@@ -209,6 +208,8 @@ class Draft:
         # A gate, not a reservation. A lone request needs none: it fits the whole pool.
         if rows.order.size and ahead + idle_hits > room:
             return _Verdict.STOP, room
+        if self._others and belongs_elsewhere(request, computed, worker, self._others):
+            return _Verdict.PASS_OVER, room
         pool.hold(hits)
         blocks = pool.allocate(-(-(computed + chunk) // size) - hits.size)
         self._seat(request, hits, blocks, chunk)
@@ -233,6 +234,7 @@ class Draft:
         slot = worker.rows.occupy(request, tokens, hits, computed)
         worker.rows.append_blocks(slot, blocks)
         request.status = Status.RUNNING
+        request.deferrals = 0
         request.worker_id, request.slot = worker.spec.worker_id, slot
         if request.cached_tokens is None:
             request.cached_tokens = min(computed, request.prompt_len)
@@ -298,6 +300,7 @@ class Draft:
             generations=rows.generation[slots],
             samples=samples,
             computed=computed,
+            num_tokens=int(tokens.sum()),
             released=released,
             pending=tuple(self._pending),
         )

@@ -27,18 +27,17 @@ class Request:
     Args:
         spec: as it came in.
         arrival: position in the order of arrival; unique.
-        added_us: when it was added, microseconds.
         limit: most tokens in all, prompt included; None until a worker has told its limits.
         output: tokens applied so far; complete only while WAITING.
         hashes: chain hashes of its full blocks, as far as known.
         in_flight: sampled tokens still to come from steps planned before it was preempted.
         computed_once: tokens whose keys and values have been computed at least once.
         cached_tokens: prompt tokens found in the prefix cache at its first admission.
+        deferrals: how often it was left to another worker since it was queued.
     """
 
     spec: AddRequest
     arrival: int
-    added_us: int
     limit: int | None
     output: list[int] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)
@@ -48,6 +47,7 @@ class Request:
     in_flight: int = 0
     computed_once: int = 0
     cached_tokens: int | None = None
+    deferrals: int = 0
 
     @property
     def prompt_len(self) -> int:

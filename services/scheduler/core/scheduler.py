@@ -55,7 +55,11 @@ class Scheduler:
         self._next_epoch = 1
         self._accepted = 0
         self._ended = 0
-        self._no_worker_since = 0
+        self._homeless: dict[int, int] = {}
+        """Handles of queued requests that no attached worker could hold, with the time since when.
+
+        In order of that time.
+        """
         self._chain: tuple[int, bytes] | None = None
         """Block size and chain root that the queued requests' hashes were made with."""
 
@@ -89,7 +93,6 @@ class Scheduler:
         request = Request(
             spec=spec,
             arrival=self._next_arrival,
-            added_us=now,
             limit=limit,
             output=spec.resumed.tolist(),
             hashes=list(spec.prompt_hashes),
@@ -99,7 +102,9 @@ class Scheduler:
         self._by_id[spec.request_id] = request
         self._by_handle[spec.handle] = request
         self._waiting.push(request)
-        if limits is not None:
+        if limits is None:
+            self._homeless[spec.handle] = now
+        else:
             ended.extend(end_if_complete(request, limits.eos_token_ids, self._end))
         return replace(NO_TOKENS, ended=tuple(ended))
 
@@ -119,7 +124,7 @@ class Scheduler:
         kept = min(kept_tokens, ended.completion_tokens)
         return replace(NO_TOKENS, ended=(replace(ended, completion_tokens=kept),))
 
-    def attach(self, announced: WorkerSpec) -> tuple[WorkerSpec, int, Events]:
+    def attach(self, announced: WorkerSpec, now: int) -> tuple[WorkerSpec, int, Events]:
         """Takes a worker with an empty pool.
 
         A worker of the same id must be `lost` first. All workers attached at one time must agree
@@ -144,7 +149,9 @@ class Scheduler:
                 request.hashes.clear()
         self._chain = chain
         self._refresh_limits()
-        return spec, epoch, replace(NO_TOKENS, ended=tuple(self._check_queued()))
+        ended = self._check_queued()
+        self._find_homeless(now)
+        return spec, epoch, replace(NO_TOKENS, ended=tuple(ended))
 
     def compatible(self, spec: WorkerSpec) -> bool:
         """True where the worker can join the attached ones."""
@@ -166,17 +173,14 @@ class Scheduler:
             self._waiting.push(request)
             self._counters.requeues += 1
         self._refresh_limits()
-        if not self._workers:
-            self._no_worker_since = now
+        self._find_homeless(now)
 
     def expire(self, now: int) -> Events:
-        """Ends what has waited for a worker longer than the grace time."""
-        if self._workers:
-            return NO_TOKENS
+        """Ends what has waited longer than the grace time for a worker that can hold it."""
         ended: list[Ended] = []
-        # The earliest arrival runs out first.
-        while (first := self._waiting.first()) is not None and self._grace_end(first) <= now:
-            ended.append(self._end(first, EndReason.NO_WORKER))
+        while (wakeup := self.next_wakeup()) is not None and wakeup <= now:
+            handle = next(iter(self._homeless))
+            ended.append(self._end(self._by_handle[handle], EndReason.NO_WORKER))
         return replace(NO_TOKENS, ended=tuple(ended))
 
     # Verbs
@@ -186,7 +190,8 @@ class Scheduler:
         worker = self._workers[worker_id]
         if len(worker.open) >= worker.spec.max_in_flight:
             return None
-        return Draft(worker, self._waiting, self._config, self._counters).make()
+        others = [other for other in self._workers.values() if other is not worker]
+        return Draft(worker, others, self._waiting, self._config, self._counters).make()
 
     def apply(self, worker_id: str, result: StepResult) -> Events:
         """Takes the result of the worker's oldest open step.
@@ -200,8 +205,9 @@ class Scheduler:
 
     def next_wakeup(self) -> int | None:
         """When `expire` has something to do, microseconds; None: not before the next input."""
-        first = None if self._workers else self._waiting.first()
-        return None if first is None else self._grace_end(first)
+        for since in self._homeless.values():
+            return since + self._config.worker_grace_us
+        return None
 
     # Views
 
@@ -250,6 +256,9 @@ class Scheduler:
             "a request is lost"
         )
         assert self._accepted - self._ended == len(self._by_handle), "ends do not match accepts"
+        specs = [worker.spec for worker in self._workers.values()]
+        homeless = {r.spec.handle for r in waiting if not _fits_any(r, specs)}
+        assert homeless == set(self._homeless), "requests without a place are not all known"
         for request in waiting:
             assert request.slot == -1, "a waiting request holds a slot"
             if request.limit is not None:
@@ -271,6 +280,7 @@ class Scheduler:
             known = request.num_tokens
             request.status = Status.ENDED
             self._waiting.ended()
+        self._homeless.pop(request.spec.handle, None)
         del self._by_handle[request.spec.handle]
         del self._by_id[request.spec.request_id]
         self._ended += 1
@@ -284,11 +294,16 @@ class Scheduler:
         )
 
     def _check_queued(self) -> list[Ended]:
-        """Fits queued requests that came before any worker did."""
+        """Fits queued requests that came before any worker did, and those that were to use all
+        that the workers of that time could hold.
+        """
         limits = self._limits
         assert limits is not None
         ended: list[Ended] = []
-        for request in [r for r in self._waiting if r.limit is None]:
+        for request in list(self._waiting):
+            if request.limit is not None:
+                self._cap(request, limits)
+                continue
             try:
                 request.limit = admission.token_limit(request.spec, limits)
             except Refused as error:
@@ -297,6 +312,13 @@ class Scheduler:
             else:
                 ended.extend(end_if_complete(request, limits.eos_token_ids, self._end))
         return ended
+
+    def _cap(self, request: Request, limits: Limits) -> None:
+        """Lowers the limit of a request without max_tokens, where it can still go on."""
+        most = min(limits.max_model_len, limits.kv_capacity_tokens + 1)
+        assert request.limit is not None
+        if request.spec.max_tokens is None and request.num_tokens < most:
+            request.limit = min(request.limit, most)
 
     # Workers
 
@@ -312,5 +334,16 @@ class Scheduler:
     def _refresh_limits(self) -> None:
         self._limits = admission.limits_of([w.spec for w in self._workers.values()])
 
-    def _grace_end(self, request: Request) -> int:
-        return max(request.added_us, self._no_worker_since) + self._config.worker_grace_us
+    def _find_homeless(self, now: int) -> None:
+        """Notes which queued requests fit no attached worker any more, or fit one again."""
+        specs = [worker.spec for worker in self._workers.values()]
+        for request in self._waiting:
+            handle = request.spec.handle
+            if _fits_any(request, specs):
+                self._homeless.pop(handle, None)
+            else:
+                self._homeless.setdefault(handle, now)
+
+
+def _fits_any(request: Request, specs: list[WorkerSpec]) -> bool:
+    return request.limit is not None and any(admission.fits(request.limit, spec) for spec in specs)

@@ -29,6 +29,7 @@ class OpenStep:
         generations: int64 [rows], who held the slot when the step was planned.
         samples: bool [rows], rows that give a token.
         computed: int64 [rows], tokens computed once the step is done.
+        num_tokens: tokens the step computes.
         released: slots this step told the worker to release.
         pending: hashes of prompt blocks this step fills.
     """
@@ -38,6 +39,7 @@ class OpenStep:
     generations: npt.NDArray[np.int64]
     samples: npt.NDArray[np.bool_]
     computed: IntArray
+    num_tokens: int
     released: IntArray
     pending: tuple[bytes, ...]
 
@@ -68,6 +70,22 @@ class WorkerState:
     def caches_prefixes(self) -> bool:
         """Full blocks are hashed and reused."""
         return self._chain_hash is not None
+
+    @property
+    def outstanding_tokens(self) -> int:
+        """Tokens that the requests on it want computed now: of open steps, and not yet planned."""
+        rows = self.rows
+        unplanned = int((rows.length[rows.order] - rows.computed[rows.order]).sum())
+        return unplanned + sum(step.num_tokens for step in self.open)
+
+    def room_beyond_running(self) -> int:
+        """Blocks left once every running request got those of its next `block_size` tokens."""
+        rows, size = self.rows, self.spec.block_size
+        order = rows.order
+        # The last token up to the limit is sampled and never computed.
+        ahead = -(-np.minimum(rows.length[order] + size, rows.limit[order] - 1) // size)
+        reserved = np.maximum(ahead - rows.num_blocks[order], 0)
+        return self.pool.available - int(reserved.sum())
 
     def extend_hashes(self, request: Request, slot_tokens: npt.NDArray[np.uint32]) -> None:
         """Completes the request's chain over the full blocks of its tokens so far."""

@@ -1,7 +1,10 @@
 """What waits for one caller."""
 
+import asyncio
+
 import numpy as np
 
+from services.chassis.errors import Unavailable
 from services.scheduler.outbox import MAX_BYTES, Outbox
 
 
@@ -25,11 +28,38 @@ async def test_deltas_merge_until_they_are_taken() -> None:
     assert not delivery.streams.size
 
 
+async def overflows(outbox: Outbox) -> bool:
+    """Whether it has overflowed, after the loop has gone round once."""
+    async with asyncio.TaskGroup() as tasks:
+        waiting = tasks.create_task(outbox.overflowed())
+        await asyncio.sleep(0)
+        waiting.cancel()
+    return not waiting.cancelled()
+
+
 async def test_a_caller_that_does_not_read_overflows() -> None:
     outbox = Outbox()
-    many = np.zeros(MAX_BYTES // 12 // 4, np.uint32)
+    many = np.zeros(MAX_BYTES // 8 // 4 - 64, np.uint32)
     for _ in range(4):
-        assert not outbox.overflowed
         outbox.put_tokens(many, many)
+        assert not await overflows(outbox)
     outbox.put_tokens(many, many)
-    assert outbox.overflowed
+    assert await overflows(outbox)
+
+
+async def test_rows_that_come_one_by_one_count_with_what_they_hold_in_memory() -> None:
+    outbox = Outbox()
+    one = u32(1)
+    for _ in range(MAX_BYTES // 264):
+        outbox.put_tokens(one, one)
+    assert not await overflows(outbox)
+    outbox.put_tokens(one, one)
+    assert await overflows(outbox)
+
+
+async def test_ends_count_too() -> None:
+    outbox = Outbox()
+    for stream in range(MAX_BYTES // 256 + 1):
+        assert not await overflows(outbox)
+        outbox.put_end(stream, Unavailable("gone"))
+    assert await overflows(outbox)

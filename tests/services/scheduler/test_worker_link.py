@@ -106,16 +106,25 @@ async def test_a_lost_worker_loses_no_request(scheduler: Running) -> None:
         assert loads.counters.requeues == 1
 
 
-async def test_a_newer_instance_takes_the_place_of_an_older_one(scheduler: Running) -> None:
-    async with (
-        attached(scheduler.target) as old,
-        attached(scheduler.target, instance_id="2") as new,
-    ):
+async def test_an_instance_that_dials_again_takes_its_own_place(scheduler: Running) -> None:
+    async with attached(scheduler.target) as old, attached(scheduler.target) as new:
         reason, code = await old.end()
-        assert "newer instance" in reason
+        assert "dialled again" in reason
         assert code is grpc.StatusCode.OK
         assert new.registered.epoch > old.registered.epoch
         assert len((await scheduler.loads()).workers) == 1
+
+
+async def test_another_instance_of_a_live_name_is_refused(scheduler: Running) -> None:
+    async with attached(scheduler.target) as worker:
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            async with attached(scheduler.target, instance_id="2"):
+                pass
+        assert refused.value.code() is grpc.StatusCode.ALREADY_EXISTS
+        assert "'scripted'" in refused.value.details()
+        call = generate(scheduler, [5, 6, 7], max_tokens=1)
+        await worker.answer(await worker.step())
+        assert (await collect(call))[0] == [7]
 
 
 @pytest.mark.parametrize(

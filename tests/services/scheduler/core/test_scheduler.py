@@ -42,7 +42,7 @@ class Bench:
             max_in_flight=in_flight,
             chain_root=b"root",
         )
-        lowered, epoch, _ = self.core.attach(spec)
+        lowered, epoch, _ = self.core.attach(spec, 0)
         self.worker = KvWorker(lowered, epoch)
         self.log: list[str] = []
         self.output: dict[int, list[int]] = {}

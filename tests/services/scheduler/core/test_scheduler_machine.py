@@ -172,7 +172,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def attach(self, worker_id: str, num_blocks: int) -> None:
         if worker_id in self.workers:
             return
-        lowered, epoch, events = self.core.attach(spec(worker_id, num_blocks))
+        lowered, epoch, events = self.core.attach(spec(worker_id, num_blocks), self.now)
         self.workers[worker_id] = KvWorker(lowered, epoch)
         self.take(events)
 
@@ -233,7 +233,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         """Everything left runs to its end, and nothing stays behind."""
         if "big" not in self.workers:
-            lowered, epoch, events = self.core.attach(spec("big"))
+            lowered, epoch, events = self.core.attach(spec("big"), self.now)
             self.workers["big"] = KvWorker(lowered, epoch)
             self.take(events)
         for _ in range(2000):
@@ -261,7 +261,7 @@ TestSchedulerMachine.settings = settings(
 
 def test_a_result_of_another_step_is_a_link_fault() -> None:
     core = Scheduler(Config(check_block_tables=True), chain_hash)
-    lowered, epoch, _ = core.attach(spec("a"))
+    lowered, epoch, _ = core.attach(spec("a"), 0)
     worker = KvWorker(lowered, epoch)
     core.add(
         AddRequest(
