@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 EXIT_USAGE = 2
 """Exit code for settings or files that a restart would not mend."""
 
+_LONGEST_LINE = 2000
+
 
 class StartupError(Exception):
     """The service cannot start; the message says what is wrong and what to do, on one line."""
@@ -47,8 +49,15 @@ def run_process(main: Callable[[asyncio.Event], Awaitable[None]]) -> int:
         problem = first_leaf(group)
     if problem is None:
         return 0
-    sys.stderr.write(f"{problem}\n")
+    text = str(problem)
+    sys.stderr.write(f"{_one_line(text) if isinstance(problem, StartupError) else text}\n")
     return EXIT_USAGE
+
+
+def _one_line(text: str) -> str:
+    """What a file says may stand in it: nothing of that may break the line or the terminal."""
+    shown = "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text)
+    return shown if len(shown) <= _LONGEST_LINE else f"{shown[:_LONGEST_LINE]} …"
 
 
 def settle_memory() -> None:

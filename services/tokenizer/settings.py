@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from services.chassis.addresses import TARGET_RULE, is_target
 from services.chassis.settings import parse, setting
 
 _LATER = MappingProxyType(
@@ -36,6 +37,8 @@ class TokenizerSettings:
     scheduler: str = setting(
         help="scheduler to send requests to, host:port or unix:///path",
         default="127.0.0.1:50052",
+        check=is_target,
+        rule=TARGET_RULE,
     )
     served_model_name: str | None = setting(
         help="name clients use for the model; default: its own", default=None

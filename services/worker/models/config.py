@@ -3,9 +3,12 @@
 Whatever would change the numbers and is not built is refused by name; nothing is guessed.
 """
 
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from reprlib import repr as shown
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -118,7 +121,6 @@ def read_hf_config(
     positions = fields.positive("max_position_embeddings")
     attention_bias = fields.get("attention_bias", bool, False)
     is_qwen = architecture == "Qwen2ForCausalLM"
-    eos = generation.get("eos_token_id")
     config = ModelConfig(
         architecture=architecture,
         num_layers=num_layers,
@@ -129,15 +131,15 @@ def read_hf_config(
         intermediate_size=fields.positive("intermediate_size"),
         vocab_size=fields.positive("vocab_size"),
         max_model_len=_limit(positions, max_model_len),
-        rms_norm_eps=fields.get("rms_norm_eps", float, 1e-6),
+        rms_norm_eps=fields.epsilon("rms_norm_eps", 1e-6),
         rope=_rope(raw, positions),
         windows=_windows(raw, architecture, num_layers),
         qkv_bias=attention_bias or is_qwen,
         output_bias=attention_bias and not is_qwen,
         mlp_bias=fields.get("mlp_bias", bool, False),
         tie_word_embeddings=fields.get("tie_word_embeddings", bool, False),
-        eos_token_ids=_token_ids(raw.get("eos_token_id") if eos is None else eos),
-        bos_token_id=next(iter(_token_ids(raw.get("bos_token_id"))), None),
+        eos_token_ids=_eos_ids(raw.get("eos_token_id"), generation, "config.json: eos_token_id"),
+        bos_token_id=_bos_id(raw.get("bos_token_id"), "config.json: bos_token_id"),
         dtype=dtype,
     )
     return _checked(config)
@@ -182,7 +184,6 @@ def read_gguf_config(
             f"{head_dim}; partial rotation is not supported"
         )
     window = fields.get(f"{arch}.attention.sliding_window", int, 0) or None
-    eos = generation.get("eos_token_id")
     config = ModelConfig(
         architecture=architecture,
         num_layers=num_layers,
@@ -193,15 +194,17 @@ def read_gguf_config(
         intermediate_size=fields.positive(f"{arch}.feed_forward_length"),
         vocab_size=_gguf_vocab_size(metadata, fields, str(arch)),
         max_model_len=_limit(fields.positive(f"{arch}.context_length"), max_model_len),
-        rms_norm_eps=fields.get(f"{arch}.attention.layer_norm_rms_epsilon", float),
+        rms_norm_eps=fields.epsilon(f"{arch}.attention.layer_norm_rms_epsilon"),
         rope=_gguf_rope(fields, str(arch)),
         windows=(window,) * num_layers,
         qkv_bias=architecture == "Qwen2ForCausalLM",
         output_bias=False,
         mlp_bias=False,
         tie_word_embeddings=tied,
-        eos_token_ids=_token_ids(_gguf_eos(metadata) if eos is None else eos),
-        bos_token_id=next(iter(_token_ids(metadata.get("tokenizer.ggml.bos_token_id"))), None),
+        eos_token_ids=_eos_ids(_gguf_eos(metadata), generation, "GGUF metadata: eos and eot ids"),
+        bos_token_id=_bos_id(
+            metadata.get("tokenizer.ggml.bos_token_id"), "GGUF metadata: bos_token_id"
+        ),
         dtype=dtype,
     )
     return _checked(config)
@@ -209,6 +212,11 @@ def read_gguf_config(
 
 _GGUF_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 """Mistral files say "llama" too."""
+
+
+_KINDS: Mapping[type, str] = MappingProxyType(
+    {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+)
 
 
 class _Fields:
@@ -224,17 +232,36 @@ class _Fields:
             if default is None:
                 raise ModelError(f"{self._source}: {name} is missing")
             return default
-        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        if kind is float and _is_whole(value) and abs(value) < 2**1023:
             value = float(value)
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            raise ModelError(f"{self._source}: {name} must be {kind.__name__}, got {value!r}")
+            raise ModelError(
+                f"{self._source}: {name} must be {_KINDS.get(kind, kind.__name__)}, "
+                f"got {shown(value)}"
+            )
         return value
 
     def positive(self, name: str, default: int | None = None, most: int = 2**31 - 1) -> int:
         value = self.get(name, int, default)
         if not 1 <= value <= most:
-            raise ModelError(f"{self._source}: {name} must be in 1..{most}, got {value}")
+            raise ModelError(f"{self._source}: {name} must be in 1..{most}, got {shown(value)}")
         return value
+
+    def real(
+        self, name: str, rule: str, holds: Callable[[float], bool], default: float | None = None
+    ) -> float:
+        value = self.get(name, float, default)
+        if not (math.isfinite(value) and holds(value)):
+            raise ModelError(
+                f"{self._source}: {name} must be a finite number {rule}, got {value!r}"
+            )
+        return value
+
+    def above_zero(self, name: str, default: float | None = None) -> float:
+        return self.real(name, "> 0", lambda value: value > 0, default)
+
+    def epsilon(self, name: str, default: float | None = None) -> float:
+        return self.real(name, "in [0, 1)", lambda value: 0 <= value < 1, default)
 
 
 def _architecture(raw: Mapping[str, Any]) -> str:
@@ -243,7 +270,7 @@ def _architecture(raw: Mapping[str, Any]) -> str:
     if first in SUPPORTED_ARCHITECTURES:
         return str(first)
     raise ModelError(
-        f"config.json: architecture {first!r} is not supported; supported are "
+        f"config.json: architecture {shown(first)} is not supported; supported are "
         + ", ".join(SUPPORTED_ARCHITECTURES)
     )
 
@@ -255,7 +282,7 @@ def _refuse_unbuilt(raw: Mapping[str, Any], architecture: str) -> None:
             "unquantized checkpoint or a GGUF file"
         )
     if raw.get("hidden_act", "silu") not in ("silu", "swish"):
-        raise ModelError(f"config.json: hidden_act {raw['hidden_act']!r} is not supported")
+        raise ModelError(f"config.json: hidden_act {shown(raw['hidden_act'])} is not supported")
     if raw.get("partial_rotary_factor", 1.0) not in (None, 1, 1.0):
         raise ModelError("config.json: partial_rotary_factor other than 1 is not supported")
     for name, value in raw.items():
@@ -272,44 +299,53 @@ def _limit(positions: int, asked: int | None) -> int:
     if asked is None:
         return positions
     if asked < 1 or asked > positions:
-        raise ModelError(f"max_model_len {asked} is not in 1..{positions}, the model's positions")
+        raise ModelError(
+            f"--max-model-len: must be in 1..{positions}, the positions of the model, got {asked}"
+        )
     return asked
 
 
 def _rope(raw: Mapping[str, Any], positions: int) -> RopeConfig:
     """Understands `rope_scaling` with `type` or `rope_type`, and `rope_parameters`."""
-    scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    if not isinstance(scaling, Mapping):
-        raise ModelError(f"config.json: rope_scaling must be an object, got {scaling!r}")
+    given = {name: raw.get(name) for name in ("rope_parameters", "rope_scaling")}
+    for name, value in given.items():
+        if value is not None and not isinstance(value, Mapping):
+            raise ModelError(f"config.json: {name} must be an object, got {shown(value)}")
+    scaling = given["rope_parameters"] or given["rope_scaling"] or {}
     theta = scaling.get("rope_theta", raw.get("rope_theta", 10000.0))
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     fields = _Fields({"rope_theta": theta, **scaling}, "config.json: rope")
-    theta = fields.get("rope_theta", float)
+    theta = fields.above_zero("rope_theta")
     if kind == "default":
         return RopeConfig(theta=theta)
     if kind == "linear":
-        return RopeConfig(kind=kind, theta=theta, factor=fields.get("factor", float))
+        return RopeConfig(kind=kind, theta=theta, factor=fields.above_zero("factor"))
     if kind == "llama3":
+        low = fields.above_zero("low_freq_factor")
         return RopeConfig(
             kind=kind,
             theta=theta,
-            factor=fields.get("factor", float),
-            low_freq_factor=fields.get("low_freq_factor", float),
-            high_freq_factor=fields.get("high_freq_factor", float),
+            factor=fields.above_zero("factor"),
+            low_freq_factor=low,
+            # The blend divides by the difference.
+            high_freq_factor=fields.real(
+                "high_freq_factor", f"> low_freq_factor {low:g}", lambda value: value > low
+            ),
             original_max_positions=fields.positive("original_max_position_embeddings", positions),
         )
     raise ModelError(
-        f"config.json: rope type {kind!r} is not supported; supported are default, linear, llama3"
+        f"config.json: rope type {shown(kind)} is not supported; supported are default, linear, "
+        "llama3"
     )
 
 
 def _gguf_rope(fields: _Fields, arch: str) -> RopeConfig:
-    theta = fields.get(f"{arch}.rope.freq_base", float, 10000.0)
+    theta = fields.above_zero(f"{arch}.rope.freq_base", 10000.0)
     kind = fields.get(f"{arch}.rope.scaling.type", str, "none")
     if kind == "none":
         return RopeConfig(theta=theta)
     if kind == "linear":
-        factor = fields.get(f"{arch}.rope.scaling.factor", float)
+        factor = fields.above_zero(f"{arch}.rope.scaling.factor")
         return RopeConfig(kind=kind, theta=theta, factor=factor)
     raise ModelError(
         f"GGUF metadata: rope scaling {kind!r} is not supported; supported are none, linear"
@@ -319,29 +355,49 @@ def _gguf_rope(fields: _Fields, arch: str) -> RopeConfig:
 def _windows(raw: Mapping[str, Any], architecture: str, num_layers: int) -> tuple[int | None, ...]:
     """The defaults are those of the architectures' own configuration classes."""
     full = (None,) * num_layers
-    first = 0
-    window = raw.get("sliding_window", 4096)
-    if architecture == "Qwen2ForCausalLM":
-        first = raw.get("max_window_layers", 28)
-        window = window if raw.get("use_sliding_window") else None
-    if architecture == "LlamaForCausalLM" or window is None:
+    fields = _Fields(raw, "config.json")
+    is_qwen = architecture == "Qwen2ForCausalLM"
+    unused = is_qwen and not fields.get("use_sliding_window", bool, False)
+    if architecture == "LlamaForCausalLM" or raw.get("sliding_window", 4096) is None or unused:
         return full
+    window = fields.positive("sliding_window", 4096)
+    first = fields.get("max_window_layers", int, 28) if is_qwen else 0
     kinds = raw.get("layer_types")
     if kinds is None:
         return tuple(None if layer < first else window for layer in range(num_layers))
     known = {"full_attention": None, "sliding_attention": window}
-    if len(kinds) != num_layers or not set(kinds) <= set(known):
+    if (
+        not isinstance(kinds, list)
+        or len(kinds) != num_layers
+        or not all(isinstance(kind, str) and kind in known for kind in kinds)
+    ):
         raise ModelError(f"config.json: layer_types must name {num_layers} of {sorted(known)}")
     return tuple(known[kind] for kind in kinds)
 
 
-def _token_ids(value: Any) -> tuple[int, ...]:
+def _eos_ids(own: Any, generation: Mapping[str, Any], source: str) -> tuple[int, ...]:
+    """Those of generation_config.json where it has any, else the model's own."""
+    value = generation.get("eos_token_id")
+    if value is None:
+        return _token_ids(own, source)
+    return _token_ids(value, "generation_config.json: eos_token_id")
+
+
+def _token_ids(value: Any, source: str) -> tuple[int, ...]:
     if value is None:
         return ()
     ids = value if isinstance(value, list | tuple) else [value]
-    if not all(isinstance(one, int) and one >= 0 for one in ids):
-        raise ModelError(f"eos and bos ids must be whole numbers >= 0, got {value!r}")
+    if not all(_is_whole(one) and one >= 0 for one in ids):
+        raise ModelError(f"{source} must be whole numbers >= 0, got {shown(value)}")
     return tuple(dict.fromkeys(ids))
+
+
+def _bos_id(value: Any, source: str) -> int | None:
+    return next(iter(_token_ids(value, source)), None)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _gguf_eos(metadata: Mapping[str, Any]) -> list[int]:
@@ -363,9 +419,11 @@ def _checked(config: ModelConfig) -> ModelConfig:
         )
     if config.head_dim % 2:
         raise ModelError(f"head size {config.head_dim} is odd; rotary embedding needs pairs")
-    outside = [one for one in config.eos_token_ids if one >= config.vocab_size]
-    if outside:
-        raise ModelError(
-            f"eos id {outside[0]} is not below the vocabulary size {config.vocab_size}"
-        )
+    ends = [("eos", one) for one in config.eos_token_ids]
+    begin = [] if config.bos_token_id is None else [("bos", config.bos_token_id)]
+    for name, one in [*ends, *begin]:
+        if one >= config.vocab_size:
+            raise ModelError(
+                f"{name} id {shown(one)} is not below the vocabulary size {config.vocab_size}"
+            )
     return config

@@ -1,8 +1,9 @@
 """From a path to a loaded model: finds the format, reads the description, builds the decoder."""
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,14 @@ from services.worker.models.config import (
 )
 from services.worker.models.decoder import CausalLM, Decoder
 from services.worker.models.gguf import ROPE_DIVISORS, GgufFile, GgufWeights
-from services.worker.models.weights import SafetensorsWeights, files_digest, safetensors_header
+from services.worker.models.weights import (
+    SafetensorsWeights,
+    files_digest,
+    read_json_object,
+    safetensors_header,
+)
+
+_SHOWN_FILES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,12 +71,10 @@ def load_model(
             gguf, dtype=dtype, device=device, kernels=kernels, max_model_len=max_model_len
         )
     weights = SafetensorsWeights(path)
-    config = read_hf_config(
-        _read_json(path / "config.json", required=True),
-        _read_json(path / "generation_config.json", required=False),
-        dtype=dtype,
-        max_model_len=max_model_len,
-    )
+    raw = _read_json(path / "config.json", required=True)
+    generation = _read_json(path / "generation_config.json", required=False)
+    with _named(path):
+        config = read_hf_config(raw, generation, dtype=dtype, max_model_len=max_model_len)
     headers = {file: safetensors_header(file) for file in weights.files}
     return LoadedModel(
         config=config,
@@ -86,13 +92,15 @@ def _load_gguf(
     max_model_len: int | None,
 ) -> LoadedModel:
     file = GgufFile(path)
-    config = read_gguf_config(
-        file.metadata,
-        _read_json(path.parent / "generation_config.json", required=False),
-        dtype=dtype,
-        max_model_len=max_model_len,
-        tied="output.weight" not in file.tensors,
-    )
+    generation = _read_json(path.parent / "generation_config.json", required=False)
+    with _named(path):
+        config = read_gguf_config(
+            file.metadata,
+            generation,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            tied="output.weight" not in file.tensors,
+        )
     if ROPE_DIVISORS in file.tensors:
         divisors = tuple(file.tensor(ROPE_DIVISORS).float().flatten().tolist())
         if len(divisors) != config.head_dim // 2:
@@ -115,27 +123,29 @@ def _gguf_file(path: Path) -> Path | None:
     if path.suffix == ".gguf" and path.is_file():
         return path
     if not path.is_dir():
-        raise ModelError(f"{path}: no such model folder")
+        raise ModelError(f"{path}: is no folder of a model and no GGUF file")
     found = sorted(path.glob("*.gguf"))
     if not found:
         return None
     if len(found) > 1:
-        raise ModelError(f"{path}: has {len(found)} GGUF files; exactly one is needed")
+        names = ", ".join(file.name for file in found[:_SHOWN_FILES])
+        raise ModelError(f"{path}: has {len(found)} GGUF files ({names}); leave exactly one")
     if any(path.glob("*.safetensors")):
         raise ModelError(f"{path}: has safetensors and GGUF weights; remove one of them")
     return found[0]
 
 
-def _read_json(path: Path, *, required: bool) -> Mapping[str, Any]:
-    if not required and not path.exists():
-        return {}
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Puts the model in front of what is wrong with its description."""
     try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path}: cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise ModelError(f"{path}: must hold a JSON object")
-    return content
+        yield
+    except ModelError as error:
+        raise ModelError(f"{path}: {error}") from error
+
+
+def _read_json(path: Path, *, required: bool) -> Mapping[str, Any]:
+    return read_json_object(path) if required or path.exists() else {}
 
 
 def _digest(config: ModelConfig, files: bytes) -> str:

@@ -6,11 +6,13 @@ tensor and the file.
 
 import hashlib
 import json
+import os
 import re
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from reprlib import repr as shown
 from typing import Any, Protocol
 
 import torch
@@ -172,17 +174,35 @@ def _more(names: list[str]) -> str:
     return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
 
 
-def _read_index(path: Path) -> dict[str, str]:
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        ModelError: the file is missing, unreadable, no JSON, or holds no object.
+    """
     try:
         content = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path}: cannot be read: {error}") from error
-    placed = content.get("weight_map") if isinstance(content, dict) else None
+    except FileNotFoundError as error:
+        raise ModelError(f"{path}: there is no such file") from error
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path}: is not JSON, or cut short: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path}: must hold a JSON object")
+    return content
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    content = read_json_object(path)
+    placed = content.get("weight_map")
     if not isinstance(placed, dict) or not placed:
         raise ModelError(f"{path}: has no weight_map")
     for name, file in placed.items():
-        if not isinstance(file, str) or Path(file).name != file:
-            raise ModelError(f"{path}: tensor {name}: {file!r} is not the name of a file beside it")
+        if not isinstance(file, str) or Path(file).name != file or len(os.fsencode(file)) > 255:
+            raise ModelError(
+                f"{path}: tensor {name}: {shown(file)} is not the name of a file beside it"
+            )
     return placed
 
 

@@ -138,7 +138,7 @@ async def test_a_malformed_address_is_refused(address: str) -> None:
 
 async def test_a_port_in_use_is_refused(server: GrpcServer) -> None:
     (address,) = await server.start(["127.0.0.1:0"])
-    assert (await refused(address)).startswith(f"listen: cannot bind {address}: in use")
+    assert (await refused(address)).startswith(f"listen: cannot bind {address}: another process listens there")
 
 
 async def test_a_failed_start_leaves_no_socket_and_no_listener(tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ async def test_a_socket_path_must_be_absolute_and_short(tmp_path: Path) -> None:
 async def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     message = await refused(f"unix://{tmp_path / 'file' / 'q.sock'}")
-    assert message.startswith("listen: cannot use ")
+    assert message.startswith("listen: cannot make the folder ")
 
 
 async def test_stop_may_come_twice_and_without_a_start() -> None:

@@ -107,10 +107,10 @@ def test_no_architecture_at_all():
         ({"num_key_value_heads": 3}, "4 attention heads cannot share 3 key heads"),
         ({"head_dim": 7}, "head size 7 is odd"),
         ({"hidden_size": "absent"}, "hidden_size is missing"),
-        ({"hidden_size": "64"}, "hidden_size must be int, got '64'"),
+        ({"hidden_size": "64"}, "hidden_size must be a whole number, got '64'"),
         ({"hidden_size": 0}, "hidden_size must be in 1..2147483647, got 0"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers must be in 1..4096, got 1000000000"),
-        ({"num_hidden_layers": True}, "num_hidden_layers must be int, got True"),
+        ({"num_hidden_layers": True}, "num_hidden_layers must be a whole number, got True"),
         ({"hidden_size": 65, "head_dim": "absent"}, "head_dim is missing"),
     ],
 )
@@ -138,7 +138,7 @@ def test_the_length_may_be_lowered(asked):
 
 @pytest.mark.parametrize("asked", [0, -1, 2049])
 def test_the_length_may_not_be_raised(asked):
-    with pytest.raises(ModelError, match=rf"max_model_len {asked} is not in 1..2048"):
+    with pytest.raises(ModelError, match=rf"--max-model-len: must be in 1..2048, .* got {asked}"):
         read(max_model_len=asked)
 
 
@@ -177,7 +177,7 @@ def test_gguf():
         ({"llama__rope__dimension_count": 8}, "llama.rope.dimension_count 8"),
         ({"llama__rope__scaling__type": "yarn"}, "rope scaling 'yarn'"),
         ({"llama__block_count": None}, "llama.block_count is missing"),
-        ({"llama__attention__head_count": [4, 2]}, "llama.attention.head_count must be int"),
+        ({"llama__attention__head_count": [4, 2]}, "llama.attention.head_count must be a whole number"),
         ({"tokenizer__ggml__tokens": None}, "llama.vocab_size is missing"),
     ],
 )

@@ -169,7 +169,7 @@ def test_two_files_or_two_formats_are_ambiguous(file, source, load):
     with pytest.raises(ModelError, match="has safetensors and GGUF weights; remove one of them"):
         load(file.parent)
     (file.parent / "other.gguf").write_bytes(b"")
-    with pytest.raises(ModelError, match="has 2 GGUF files; exactly one is needed"):
+    with pytest.raises(ModelError, match="has 2 GGUF files \(other.gguf, tiny.gguf\); leave exactly one"):
         load(file.parent)
 
 

@@ -140,8 +140,8 @@ def test_a_file_with_a_damaged_header(folder, refusal, header):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("{", "cannot be read: "),
-        ("[]", "has no weight_map"),
+        ("{", "is not JSON, or cut short: "),
+        ("[]", "must hold a JSON object"),
         ('{"weight_map": {}}', "has no weight_map"),
         ('{"weight_map": {"a": "../b.safetensors"}}', "is not the name of a file beside it"),
         ('{"weight_map": {"a": 3}}', "is not the name of a file beside it"),
@@ -184,7 +184,7 @@ def test_a_folder_without_weights(folder, refusal):
 
 
 def test_no_folder(tmp_path, refusal):
-    assert refusal(tmp_path / "none") == f"{tmp_path / 'none'}: no such model folder"
+    assert refusal(tmp_path / "none") == f"{tmp_path / 'none'}: is no folder of a model and no GGUF file"
 
 
 @pytest.mark.parametrize("content", [None, "{", "[]"])
