@@ -97,6 +97,7 @@ async def test_ready_while_a_worker_is_attached_and_within_the_grace_time(tmp_pa
 async def test_ready_only_while_steps_are_answered(tmp_path: Path, hangs: bool) -> None:
     timeout_s = 0.05 if hangs else 60.0
     async with followed(tmp_path, grace_s=60, step_timeout_s=timeout_s) as scheduler:
+        await scheduler.reach(False)
         async with attached(scheduler.target) as worker:
             await scheduler.reach(True)
             call = scheduler.generate()
@@ -113,10 +114,9 @@ async def test_ready_only_while_steps_are_answered(tmp_path: Path, hangs: bool) 
 
 
 async def test_an_idle_worker_stays_ready(tmp_path: Path) -> None:
-    async with (
-        followed(tmp_path, grace_s=60, step_timeout_s=0.02) as scheduler,
-        attached(scheduler.target),
-    ):
-        await scheduler.reach(True)
-        await asyncio.sleep(0.2)  # ten times the timeout
-        assert scheduler.told == [False, True]
+    async with followed(tmp_path, grace_s=60, step_timeout_s=0.02) as scheduler:
+        await scheduler.reach(False)
+        async with attached(scheduler.target):
+            await scheduler.reach(True)
+            await asyncio.sleep(0.2)  # ten times the timeout
+            assert scheduler.told == [False, True]
