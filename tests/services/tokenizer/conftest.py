@@ -1,11 +1,13 @@
 import tempfile
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from services.tokenizer.encoding import Encoding, load_encoding
 from tests.assets.tokenizers import byte_level, write_folder
+from tests.services.tokenizer.harness import text_service
 
 
 @pytest.fixture
@@ -24,3 +26,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def encoding(folder: Path) -> Encoding:
     return load_encoding(folder)
+
+
+@pytest.fixture
+async def service(encoding: Encoding, sockets: Path) -> AsyncIterator[Any]:
+    """Gives a context manager, so that a test opens and closes it in one task."""
+    return lambda **kwargs: text_service(encoding, sockets, **kwargs)

@@ -167,6 +167,35 @@ def test_random_ids_in_random_cuts_give_what_decoding_all_gives(
         assert text == one_shot(tokenizer, ids), ids
 
 
+@pytest.mark.parametrize("make", EVERY_KIND)
+def test_special_tokens_show_as_the_library_decodes_them(make: Callable[[], Tokenizer]) -> None:
+    tokenizer = make()
+    detokenization = Detokenization(tokenizer)
+    source = random.Random(4)
+    known = range(tokenizer.get_vocab_size() + 2)
+    special = sorted(detokenization.special) or [0]
+    for _ in range(400):
+        ids = [
+            source.choice(special if source.random() < 0.3 else known)
+            for _ in range(source.randrange(40))
+        ]
+        detokenizer = detokenization.start(skip_special_tokens=False)
+        text = "".join(detokenizer.push(cut) for cut in cuts(ids, source)) + detokenizer.flush()
+        assert text == tokenizer.decode(ids, skip_special_tokens=False), ids
+
+
+@pytest.mark.parametrize("twin", TWINS)
+def test_special_tokens_show_after_a_prompt_too(twin: str) -> None:
+    tokenizer = tokenizer_of(twin)
+    special = tokenizer.id_to_token(2)
+    data = "é!".encode()
+    prompt = [1, *ids_of(twin, tokenizer, data[:1])]
+    ids = [*ids_of(twin, tokenizer, data[1:]), 2, tokenizer.token_to_id("a")]
+    detokenizer = Detokenization(tokenizer).start(prompt, skip_special_tokens=False)
+    text = "".join(detokenizer.push([token_id]) for token_id in ids) + detokenizer.flush()
+    assert text == f"é!{special}a"
+
+
 @pytest.mark.parametrize("twin", TWINS)
 @pytest.mark.parametrize("kind", ["any", "nearly valid"])
 def test_random_bytes_give_what_decoding_all_gives(twin: str, kind: str) -> None:

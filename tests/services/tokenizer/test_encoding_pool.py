@@ -12,8 +12,8 @@ from services.chassis.errors import InvalidArgument, Overloaded
 from services.tokenizer.domain import ChatMessage, RenderedChat
 from services.tokenizer.encoding import Encoding
 from services.tokenizer.encoding_pool import EncodingPool
-from tests.services.tokenizer.harness import eventually
 from tests.assets.tokenizers import byte_ids
+from tests.services.tokenizer.harness import eventually
 
 
 class SlowEncoding(Encoding):

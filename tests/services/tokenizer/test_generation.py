@@ -1,4 +1,5 @@
 import itertools
+import random
 from collections.abc import Sequence
 
 import pytest
@@ -17,10 +18,16 @@ def ids(*pieces: str) -> list[int]:
     return [piece_id(TOKENIZER, piece) for piece in pieces]
 
 
-def start(stops: Sequence[str] = ()) -> TextGeneration:
+def start(stops: Sequence[str] = (), *, include: bool = False, skip: bool = True) -> TextGeneration:
     detokenization = Detokenization(TOKENIZER)
     special = detokenization.special
-    return TextGeneration(detokenization.start(), make_matcher(stops, special), special)
+    return TextGeneration(
+        detokenization.start(skip_special_tokens=skip),
+        make_matcher(stops, special, include_stop=include),
+        special,
+        shows_special=not skip,
+        include_stop=include,
+    )
 
 
 def token_end(
@@ -31,13 +38,18 @@ def token_end(
 
 
 def run(
-    tokens: Sequence[int], stops: Sequence[str] = (), size: int = 1
+    tokens: Sequence[int],
+    stops: Sequence[str] = (),
+    size: int = 1,
+    *,
+    ending: frozenset[int] = EOS,
+    **options: bool,
 ) -> tuple[str, list[int], TextEnd]:
     """All text, the kept ids and the end, with `size` tokens in each delta."""
-    generation = start(stops)
+    generation = start(stops, **options)
     text, kept = "", []
     for begin in range(0, len(tokens), size):
-        new_text, new_ids = generation.push(tokens[begin : begin + size], EOS)
+        new_text, new_ids = generation.push(tokens[begin : begin + size], ending)
         text += new_text
         kept += new_ids
     rest, end = generation.finish(token_end(len(tokens)))
@@ -167,3 +179,87 @@ def test_the_prompt_is_not_searched() -> None:
     assert generation.found is None
     generation.push(byte_ids(b"\n"), EOS)
     assert generation.found == StopFound(stop="\n", kept_tokens=2)
+
+
+@pytest.mark.parametrize("size", [1, 10])
+@pytest.mark.parametrize(
+    ("pieces", "stops", "text", "num_kept"),
+    [
+        (["alpha", " beta", " gam", "ma", " delta"], ["beta gamma"], "alpha beta gamma", 4),
+        (["ABC", "DEF", "GHI"], ["DE"], "ABCDE", 2),
+        (["..."], ["."], ".", 1),
+        ([" Alice", "!", "\n"], ["\n", "Alice:"], " Alice!\n", 3),
+        (["ABCD"], ["CD", "BC"], "ABC", 1),
+        (["ABCD"], ["BC", "C", "ABC"], "ABC", 1),
+        (["inj", "ury."], ["!"], "injury.", 2),
+    ],
+)
+def test_the_text_may_end_with_the_stop_string(
+    pieces: list[str], stops: list[str], text: str, num_kept: int, size: int
+) -> None:
+    for order in itertools.permutations(stops):
+        got, kept, end = run(ids(*pieces), order, size, include=True)
+        assert (got, len(kept)) == (text, num_kept)
+        assert end.stop_string is None or text.endswith(end.stop_string)
+
+
+@pytest.mark.parametrize("size", [1, 10])
+@pytest.mark.parametrize("stops", [(), ("zzz",), ("...zzz",)])
+@pytest.mark.parametrize(
+    ("last", "include", "skip", "shown"),
+    [
+        ("...", False, True, ""),
+        ("...", True, True, "..."),
+        ("<end_turn>", False, False, ""),
+        ("<end_turn>", True, True, ""),
+        ("<end_turn>", True, False, "<end_turn>"),
+    ],
+)
+def test_the_token_that_ends_shows_where_it_is_asked_for(
+    last: str, include: bool, skip: bool, shown: str, stops: tuple[str, ...], size: int
+) -> None:
+    ending = END_TURN if last == "<end_turn>" else ids(last)[0]
+    tokens = [*ids("alpha", " beta"), ending]
+    text, kept, end = run(
+        tokens, stops, size, ending=frozenset({ending}), include=include, skip=skip
+    )
+    assert (text, kept, end.stop_string) == ("alpha beta" + shown, tokens, None)
+
+
+@pytest.mark.parametrize("size", [1, 10])
+@pytest.mark.parametrize(
+    ("stop", "include", "skip", "text"),
+    [
+        ("<end_turn>", False, False, "alpha"),
+        ("<end_turn>", True, False, "alpha<end_turn>"),
+        ("<end_turn>", True, True, "alpha"),
+        ("pha<end_turn>m", False, False, "al"),
+        ("pha<end_turn>m", True, False, "alpha<end_turn>m"),
+        ("pha<end_turn>m", True, True, "alpham"),
+        ("ham", True, False, "alpha<end_turn>ma"),
+        ("ham", True, True, "alpham"),
+    ],
+)
+def test_a_stop_string_with_a_special_token_shows_as_far_as_that_does(
+    stop: str, include: bool, skip: bool, text: str, size: int
+) -> None:
+    tokens = [*ids("alpha"), END_TURN, *ids("ma")]
+    assert run(tokens, [stop], size, include=include, skip=skip)[0] == text
+
+
+@pytest.mark.parametrize(("include", "text"), [(False, "alpha"), (True, "alpha<|im_end|>")])
+def test_the_ending_token_can_be_a_stop_string_where_special_tokens_show(
+    include: bool, text: str
+) -> None:
+    tokens = [*ids("alpha"), 2]
+    got, kept, end = run(tokens, ["<|im_end|>"], include=include, skip=False)
+    assert (got, kept, end.stop_string) == (text, tokens, "<|im_end|>")
+
+
+@pytest.mark.parametrize("stops", [(), ("\0never",)])
+def test_special_tokens_show_as_the_library_decodes_them(stops: tuple[str, ...]) -> None:
+    source = random.Random(5)
+    for _ in range(200):
+        tokens = [source.randrange(TOKENIZER.get_vocab_size()) for _ in range(12)]
+        text, kept, _ = run(tokens, stops, 3, ending=frozenset(), skip=False)
+        assert (text, kept) == (TOKENIZER.decode(tokens, skip_special_tokens=False), tokens)

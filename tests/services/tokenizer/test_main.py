@@ -16,8 +16,8 @@ from quire.v1 import generation_pb2, text_pb2, text_pb2_grpc
 from services.chassis.process import StartupError
 from services.tokenizer.__main__ import serve
 from services.tokenizer.settings import TokenizerSettings
-from tests.fakes.scheduler import FakeScheduler, default_limits
 from tests.assets.tokenizers import byte_ids, byte_level, write_folder
+from tests.fakes.scheduler import FakeScheduler, default_limits
 
 ROOT = Path(__file__).parents[3]
 SERVING = health_pb2.HealthCheckResponse.SERVING

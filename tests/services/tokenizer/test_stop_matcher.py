@@ -100,6 +100,10 @@ def test_any_text_in_any_cut_follows_the_rule(stops: list[str], parts: list[str]
         if matcher.found is None:
             assert released + held(stops, text) == text
     assert (released + matcher.flush(), matcher.found) == expected(stops, text)
+    including = StopMatcher(stops, include=True)
+    shown = "".join(map(including.push, parts)) + including.flush()
+    before, found = expected(stops, text)
+    assert (shown, including.found) == (before + (found or ""), found)
 
 
 def test_hidden_text_is_found_and_never_shown() -> None:

@@ -21,6 +21,7 @@ from services.tokenizer.validation import (
     Validator,
     check_messages,
     check_not_empty,
+    check_text,
 )
 
 LIMITS = Limits(
@@ -240,3 +241,84 @@ def test_a_conversation_has_a_largest_number_of_messages():
     check_messages([turn] * MAX_MESSAGES)
     with pytest.raises(InvalidArgument, match=f"at most {MAX_MESSAGES} messages, got"):
         check_messages([turn] * (MAX_MESSAGES + 1))
+
+
+@pytest.mark.parametrize(
+    ("ids", "field", "description"),
+    [
+        ([1] * 129, "stopping.stop_token_ids", "must hold at most 128 ids, got 129"),
+        ([99, 100], "stopping.stop_token_ids[1]", "below the vocabulary size 100, got 100"),
+    ],
+)
+def test_bad_stop_tokens_are_refused(ids: list[int], field: str, description: str) -> None:
+    refused(field, description, RawOptions(stop_token_ids=ids))
+
+
+def test_stop_tokens_at_the_limits_pass() -> None:
+    valid = validator().options(RawOptions(stop_token_ids=[99, 0] * 64), LIMITS)
+    assert valid.stop_token_ids == {0, 99}
+    with pytest.raises(InvalidArgument, match="below the vocabulary size 90, got 99"):
+        validator().options(RawOptions(stop_token_ids=[99]), None)
+
+
+def test_all_that_is_wrong_is_named_at_once() -> None:
+    raw = RawOptions(
+        request_id="x" * 129,
+        sampling=RawSampling(temperature=-1, top_p=0),
+        max_tokens=0,
+        stop_token_ids=[100, 1, 101],
+        stop_strings=["", "a", "b" * 257],
+        resumed=RawTokenIds(ids=[100]),
+    )
+    with pytest.raises(InvalidArgument) as caught:
+        validator().options(raw, LIMITS)
+    assert [field for field, _ in caught.value.violations] == [
+        "request_id",
+        "sampling.temperature",
+        "sampling.top_p",
+        "stopping.max_tokens",
+        "stopping.stop_token_ids[0]",
+        "stopping.stop_token_ids[2]",
+        "stop_strings[0]",
+        "stop_strings[2]",
+        "resume.token_ids.ids[0]",
+    ]
+    turn = ChatMessage(role="", content="")
+    with pytest.raises(InvalidArgument, match=r"^messages\[0\]\.role: .*; messages\[1\]\.role: "):
+        check_messages([turn, turn])
+
+
+class Unreadable(list[int]):
+    """Ids of which only the number may be asked for."""
+
+    def __iter__(self):
+        raise AssertionError("the ids were read")
+
+    __getitem__ = __iter__
+
+
+@pytest.mark.parametrize("raw", [RawTokenIds(packed=bytes(4 * 64)), RawTokenIds(ids=[0] * 64)])
+def test_more_ids_than_the_context_holds_are_refused_by_their_number(raw: RawTokenIds) -> None:
+    unread = replace(raw, ids=Unreadable(raw.ids))
+    with pytest.raises(InvalidArgument, match=r"^prompt: has 64 tokens") as caught:
+        validator().prompt_ids(unread, "token_ids", LIMITS)
+    assert (caught.value.reason, caught.value.metadata["limit"]) == ("CONTEXT_LENGTH", "64")
+    with pytest.raises(InvalidArgument, match=r"^resume\.token_ids: has 64 tokens"):
+        validator().options(RawOptions(resumed=unread), LIMITS)
+    assert len(validator().prompt_ids(raw, "token_ids", None)) == 64
+
+
+def test_a_text_is_refused_that_cannot_fit_whatever_its_tokens_are() -> None:
+    def check(size: int, bound: int | None = 10, limits: Limits | None = LIMITS) -> None:
+        check_text("x" * size, "prompt", characters_per_token=bound, limits=limits)
+
+    check(630)
+    check(10**6, None)
+    check(10**6, 10, None)
+    with pytest.raises(InvalidArgument) as caught:
+        check(631)
+    assert str(caught.value) == (
+        "prompt: has 631 characters, which are at least 64 tokens; the context is 64 tokens"
+    )
+    assert caught.value.reason == "CONTEXT_LENGTH"
+    assert caught.value.metadata == {"limit": "64", "got": "64"}
