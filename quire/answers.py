@@ -70,7 +70,7 @@ class Completion:
     """A whole answer.
 
     Attributes:
-        text: of the answer, a stop string cut off.
+        text: of the answer; what ended it is cut off, unless asked for.
         token_ids: of the answer.
         finish_reason: "stop" or "length".
         usage: what it cost.
