@@ -3,9 +3,15 @@
 One table for the commands, which take them as flags, and for `LLM`, which takes them as keywords.
 """
 
+import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+
+from quire.errors import InvalidRequest, NotSupported, UnknownSetting
+
+OF_THE_SET = ("model", "target", "workers", "tokenizers", "log_dir")
+"""Keywords of the set itself, which no single process takes."""
 
 PASSED: Mapping[str, tuple[tuple[str, str, str], ...]] = MappingProxyType(
     {
@@ -18,6 +24,7 @@ PASSED: Mapping[str, tuple[tuple[str, str, str], ...]] = MappingProxyType(
             ("--block-size", "N", "tokens per KV block"),
             ("--kv-cache-memory", "BYTES", "memory for the KV cache, e.g. 2GiB"),
             ("--gpu-memory-utilization", "X", "share of the device's memory to use"),
+            ("--num-threads", "N", "threads of each worker on a CPU; by default its share"),
         ),
         "scheduler": (
             ("--prefill-chunk-size", "N", "most tokens of one request in one step"),
@@ -60,3 +67,45 @@ LATER: Mapping[str, LaterSetting] = MappingProxyType(
 def keyword(flag: str) -> str:
     """The keyword that `flag` is in Python: `--max-model-len` is `max_model_len`."""
     return flag.removeprefix("--").replace("-", "_")
+
+
+def flags_of(settings: Mapping[str, object]) -> dict[str, tuple[str, ...]]:
+    """Keywords as flags, by the process that understands and checks them; None is left out.
+
+    Raises:
+        NotSupported: one asks for something of a later version; names it.
+        UnknownSetting: there is none of that name.
+        InvalidRequest: a value is neither text, nor a number, nor true or false.
+    """
+    later = {keyword(flag): setting for flag, setting in LATER.items()}
+    passed = {keyword(flag): flag for flags in PASSED.values() for flag, *_ in flags}
+    for name, value in settings.items():
+        if name in later:
+            _refuse_later(name, value, later[name])
+        elif name not in passed:
+            near = difflib.get_close_matches(name, [*passed, *OF_THE_SET], n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise UnknownSetting(f"{name} is not known{hint}")
+        elif value is not None and not isinstance(value, str | int | float):
+            raise InvalidRequest(
+                name, f"must be text, a number, or true or false, got {type(value).__name__}"
+            )
+    return {
+        process: tuple(
+            f"{flag}={_as_text(settings[keyword(flag)])}"
+            for flag, *_ in flags
+            if settings.get(keyword(flag)) is not None
+        )
+        for process, flags in PASSED.items()
+    }
+
+
+def _refuse_later(name: str, value: object, later: LaterSetting) -> None:
+    # True is 1 to Python, and does not ask for nothing here.
+    neutral = [(type(one), one) for one in later.neutral]
+    if value is not None and (type(value), value) not in neutral:
+        raise NotSupported(f"{name}={value!r} ({later.what}) is not available in this version")
+
+
+def _as_text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -5,9 +5,12 @@ command's module is imported when that command is called. Imports the standard l
 """
 
 import argparse
+import difflib
 import importlib
 import importlib.util
-from collections.abc import Sequence
+import re
+import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
@@ -88,6 +91,23 @@ class Entry:
         return command
 
 
+_FLAG = re.compile(r"--?[^\s\d.-]\S*")
+
+
+def did_you_mean(typed: str, known: Iterable[str], before: str = "") -> str:
+    """The end of a message that names the likeliest of `known`, or "".
+
+    Args:
+        typed: what the user wrote.
+        known: what could have been meant.
+        before: stands before the likeliest one.
+    """
+    words = list(known)
+    begun = [word for word in words if word.startswith(typed) and len(typed.lstrip("-")) > 1]
+    close = begun or difflib.get_close_matches(typed, words, n=1, cutoff=0.6)
+    return f"; did you mean {before}{close[0]}?" if close else ""
+
+
 class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are exceptions, and which guesses no abbreviations."""
 
@@ -97,6 +117,31 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raises UsageError with the usual hint."""
         raise UsageError(f"{self.prog}: {message} (see {self.prog} --help)")
+
+    def parse_known_args(  # type: ignore[override]  # one signature instead of the overloads
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
+        """Refuses unknown flags first: a misspelt one often makes another problem, e.g. a gap."""
+        arguments = list(sys.argv[1:] if args is None else args)
+        if unknown := self._unknown(arguments):
+            self.error("; ".join(unknown))
+        return super().parse_known_args(arguments, namespace)
+
+    def _unknown(self, arguments: Sequence[str]) -> list[str]:
+        flags = arguments[: arguments.index("--")] if "--" in arguments else arguments
+        if "-h" in flags or "--help" in flags:
+            return []
+        known = self._option_string_actions
+        shown = [flag for flag in known if known[flag].help != argparse.SUPPRESS]
+        problems = []
+        for flag in dict.fromkeys(argument.partition("=")[0] for argument in flags):
+            # What argparse takes for a value: words, -, negative numbers, and text with spaces.
+            if not _FLAG.fullmatch(flag) or flag in known:
+                continue
+            if not flag.startswith("--") and flag[:2] in known:
+                continue  # short flags, or one with its value
+            problems.append(f"there is no flag {flag}{did_you_mean(flag, shown)}")
+        return problems
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +191,9 @@ def dispatch(prog: str, entries: Sequence[Entry], arguments: Sequence[str]) -> i
         raise UsageError(f"{prog}: which command? (see {prog} --help)")
     entry = next((entry for entry in entries if entry.name == arguments[0]), None)
     if entry is None:
-        raise UsageError(f"{prog}: there is no command {arguments[0]!r} (see {prog} --help)")
+        names = [entry.name for entry in entries if entry.available()]
+        hint = did_you_mean(arguments[0], names, f"{prog} ")
+        raise UsageError(f"{prog}: there is no command {arguments[0]!r}{hint} (see {prog} --help)")
     prog = f"{prog} {entry.name}"
     command = entry.load(prog)
     if isinstance(command, Group):

@@ -1,6 +1,7 @@
 """Runs a local set under the control of signals: the first one drains, the second one kills."""
 
 import asyncio
+import functools
 import signal
 import sys
 from collections.abc import Awaitable, Callable
@@ -24,9 +25,14 @@ async def with_local_set(
         False if a signal cut it short; the processes have ended in order all the same.
 
     Raises:
-        SetFailed: the set could not start, or lost a process.
+        SetFailed: the set could not start, or could not be kept up.
     """
-    local = LocalSet(config, on_phase=_show, log_to=sys.stderr if verbose else None)
+    local = LocalSet(
+        config,
+        on_phase=functools.partial(_show, width=len("tokenizer-0")),
+        on_restart=_say,
+        log_to=sys.stderr if verbose else None,
+    )
     task = asyncio.current_task()
     assert task is not None
     received: list[signal.Signals] = []
@@ -56,5 +62,9 @@ async def with_local_set(
     return True
 
 
-def _show(phase: Phase) -> None:
-    print(f"{phase.name:<9} ready after {phase.seconds:.1f} s", flush=True)
+def _show(phase: Phase, *, width: int) -> None:
+    print(f"{phase.name:<{width}} ready after {phase.seconds:.1f} s", flush=True)
+
+
+def _say(line: str) -> None:
+    print(f"quire: {line}", file=sys.stderr, flush=True)

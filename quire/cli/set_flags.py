@@ -13,11 +13,18 @@ from quire.set_options import LATER, PASSED, keyword
 def add_set_flags(parser: argparse.ArgumentParser, *, port: int) -> None:
     """Adds the flags of a local set; `port` is the default of `--port`."""
     parser.add_argument("--model", default=DEFAULT_MODEL, help="(default: %(default)s)")
+    for flag, text in (
+        ("--workers", "how many workers share this machine"),
+        ("--tokenizers", "how many, on ports from --port on"),
+    ):
+        parser.add_argument(
+            flag, type=int, default=1, metavar="N", help=f"{text} (default: %(default)s)"
+        )
     parser.add_argument(
         "--host", default="127.0.0.1", help="where to listen (default: %(default)s)"
     )
     parser.add_argument(
-        "--port", type=int, default=port, help="0 is any free one (default: %(default)s)"
+        "--port", type=int, default=port, help="0 is any free ones (default: %(default)s)"
     )
     parser.add_argument("--log-dir", type=Path, metavar="DIR", help="keep the logs there")
     parser.add_argument(
@@ -27,8 +34,6 @@ def add_set_flags(parser: argparse.ArgumentParser, *, port: int) -> None:
         for flag, metavar, text in flags:
             lone: dict[str, Any] = {"nargs": "?", "const": "true"} if "|" in metavar else {}
             parser.add_argument(flag, metavar=metavar, help=text, **lone)
-    for flag in ("--workers", "--tokenizers"):
-        parser.add_argument(flag, type=int, action=_OnlyOne, help=argparse.SUPPRESS)
     for flag, later in LATER.items():
         parser.add_argument(
             flag, nargs="?", action=_Later, metavar=later.what, help=argparse.SUPPRESS
@@ -45,6 +50,8 @@ def local_config(args: argparse.Namespace) -> LocalConfig:
     return LocalConfig(
         model=model.path,
         served_model_name=model.name,
+        workers=args.workers,
+        tokenizers=args.tokenizers,
         host=args.host,
         port=args.port,
         flags={process: _given(args, flags) for process, flags in PASSED.items()},
@@ -71,20 +78,3 @@ class _Later(argparse.Action):
         raise UsageError(
             f"{parser.prog}: {option_string} ({self.metavar}) is not available in this version"
         )
-
-
-class _OnlyOne(argparse.Action):
-    """Takes 1 and refuses more by the flag's name."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        if values != 1:
-            raise UsageError(
-                f"{parser.prog}: {option_string} {values} (more than one) is not available in this "
-                "version"
-            )

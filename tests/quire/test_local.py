@@ -3,7 +3,9 @@
 import asyncio
 import contextlib
 import io
+import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -16,10 +18,13 @@ from typing import Any
 import pytest
 
 from quire.client import AsyncClient
-from quire.errors import SetFailed
-from quire.local import LocalConfig, LocalSet, Phase
+from quire.errors import QuireError, SetFailed
+from quire.local import CHECKS, LocalConfig, LocalSet, Phase, RestartPolicy
+from quire.local_process import Deaths
 from tests.quire.cli.running_quire import environment, started
-from tests.quire.set_script import PROGRAMS
+from tests.quire.set_script import AT_ONCE, PROGRAMS
+
+Pids = dict[str, int]
 
 SCRIPT = Path(__file__).with_name("set_script.py")
 
@@ -37,7 +42,10 @@ def record(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield folder
 
 
-CONFIG = LocalConfig(model=Path("/model"), served_model_name="fake", port=0, programs=PROGRAMS)
+CONFIG = LocalConfig(
+    model=Path("/model"), served_model_name="fake", port=0, programs=PROGRAMS, checks={}
+)
+SEVERAL = replace(CONFIG, workers=2, tokenizers=2)
 
 
 async def fail_to_start(config: LocalConfig) -> None:
@@ -51,8 +59,14 @@ def lines(path: Path) -> list[str]:
 
 def left_behind(record: Path) -> tuple[list[Path], list[str]]:
     """Temporary files, and processes that are still there."""
-    alive = [pid for pid in lines(record / "started") if Path(f"/proc/{pid}/stat").exists()]
+    alive = [pid for pid in lines(record / "started") if fields(pid)[:1] not in ([], ["Z"])]
     return list((record / "t").iterdir()), alive
+
+
+def fields(pid: int | str) -> list[str]:
+    """What the system says of a process, from its state on; nothing of one that is gone."""
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.read_text().rpartition(")")[2].split() if stat.exists() else []
 
 
 async def test_all_are_up_then_all_are_gone_in_order(record: Path) -> None:
@@ -60,7 +74,7 @@ async def test_all_are_up_then_all_are_gone_in_order(record: Path) -> None:
     async with LocalSet(CONFIG, on_phase=phases.append) as running:
         async with AsyncClient(running.target) as client:
             assert await client.is_ready()
-        assert {phase.name for phase in phases} == {"scheduler", "worker", "tokenizer"}
+        assert {phase.name for phase in phases} == {"scheduler", "worker-0", "tokenizer-0"}
         assert running.phases == tuple(phases)
         assert len(lines(record / "started")) == 3
     assert lines(record / "ended") == ["tokenizer", "scheduler", "worker"]
@@ -75,50 +89,50 @@ async def test_each_is_given_its_flags(record: Path) -> None:
     said = {path.stem: path.read_text() for path in logs.iterdir()}
     model = "--model /model --served-model-name fake"
     assert said["scheduler"] == "scheduler was given --prefill-chunk-size=9\n"
-    assert f"{model} --dtype=float32\n" in said["worker"]
-    assert "--scheduler unix:///" in said["worker"]
-    assert f"{model}\n" in said["tokenizer"]
-    assert "--scheduler unix:///" in said["tokenizer"]
+    assert f"{model} --dtype=float32\n" in said["worker-0"]
+    assert "--scheduler unix:///" in said["worker-0"]
+    assert f"{model}\n" in said["tokenizer-0"]
+    assert "--scheduler unix:///" in said["tokenizer-0"]
+
+
+async def test_workers_have_names_of_their_own_and_share_the_machine(record: Path) -> None:
+    logs = record / "logs"
+    async with LocalSet(replace(CONFIG, workers=3, log_dir=logs)):
+        pass
+    said = [(logs / f"worker-{number}.log").read_text() for number in range(3)]
+    ids = [re.findall(r"--worker-id (\S+)", text)[0] for text in said]
+    assert len(set(ids)) == 3
+    for number, name in enumerate(ids):
+        assert re.fullmatch(rf"{re.escape(socket.gethostname())}-quire-\w+-worker-{number}", name)
+    assert all("--local-workers 3" in text for text in said)
 
 
 async def test_logs_are_copied_as_they_come(record: Path) -> None:
     copied = io.StringIO()
     async with LocalSet(CONFIG, log_to=copied):
         pass
-    assert sorted(line.split()[0] for line in copied.getvalue().splitlines()) == [
-        "scheduler",
-        "tokenizer",
-        "worker",
+    assert sorted(line.partition(" was given ")[0] for line in copied.getvalue().splitlines()) == [
+        "scheduler   | scheduler",
+        "tokenizer-0 | tokenizer",
+        "worker-0    | worker",
     ]
 
 
-@pytest.mark.parametrize("name", ["scheduler", "worker", "tokenizer"])
+@pytest.mark.parametrize("name", ["scheduler", "worker-0", "tokenizer-0"])
 async def test_one_that_dies_at_start_ends_all_and_says_why(
     record: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setenv(f"DIE_{name}", "no model here")
+    monkeypatch.setenv(f"DIE_{name.removesuffix('-0')}", "no model here")
     with pytest.raises(SetFailed) as caught:
         await fail_to_start(CONFIG)
-    assert str(caught.value) == f"the {name} ended with exit code 1: no model here"
-    assert left_behind(record) == ([], [])
-
-
-async def test_one_that_dies_later_ends_all_and_says_so(record: Path) -> None:
-    async def kill_one(running: LocalSet) -> None:
-        os.kill(int(lines(record / "started")[0]), signal.SIGKILL)
-        await running.failure()
-
-    async with contextlib.AsyncExitStack() as stack:
-        running = await stack.enter_async_context(LocalSet(CONFIG))
-        with pytest.raises(SetFailed, match=r"^the \w+ was killed by SIGKILL \(is there"):
-            await kill_one(running)
+    assert str(caught.value) == f"{name} ended with exit code 1: no model here"
     assert left_behind(record) == ([], [])
 
 
 async def test_a_program_that_is_not_there(record: Path) -> None:
     programs = {**PROGRAMS, "worker": ("/no/such/program",)}
     with pytest.raises(
-        SetFailed, match=r"^the worker ended with exit code 127: /no/such/program: No such"
+        SetFailed, match=r"^worker-0 ended with exit code 127: /no/such/program: No such"
     ):
         await fail_to_start(replace(CONFIG, programs=programs))
     assert left_behind(record) == ([], [])
@@ -153,6 +167,186 @@ async def test_an_address_that_makes_no_sense(
     assert lines(record / "started") == []
 
 
+async def test_several_tokenizers_have_consecutive_ports(record: Path) -> None:
+    port = three_free_ports()
+    async with LocalSet(replace(CONFIG, tokenizers=3, port=port)) as running:
+        assert running.targets == tuple(f"127.0.0.1:{port + i}" for i in range(3))
+        assert running.target == ",".join(running.targets)
+        for target in running.targets:
+            async with AsyncClient(target) as client:
+                assert await client.is_ready()
+    assert lines(record / "ended") == ["tokenizer"] * 3 + ["scheduler", "worker"]
+
+
+async def test_the_port_in_use_is_the_one_that_is_named(record: Path) -> None:
+    port = three_free_ports()
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", port + 2))
+        taken.listen()
+        with pytest.raises(SetFailed, match=rf"^cannot listen on 127\.0\.0\.1:{port + 2} \(Addr"):
+            await fail_to_start(replace(CONFIG, tokenizers=3, port=port))
+    assert lines(record / "started") == []
+
+
+def three_free_ports() -> int:
+    """The first of three consecutive ports that nobody has."""
+    for port in range(20_000, 30_000, 3):
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+            for number in range(port, port + 3):
+                stack.enter_context(socket.socket()).bind(("127.0.0.1", number))
+            return port
+    raise AssertionError("no free ports")
+
+
+async def test_all_are_ready_and_named(record: Path) -> None:
+    phases: list[Phase] = []
+    async with LocalSet(SEVERAL, on_phase=phases.append) as running:
+        names = ["scheduler", "worker-0", "worker-1", "tokenizer-0", "tokenizer-1"]
+        assert sorted(phase.name for phase in phases) == sorted(names)
+        assert [name for name, _ in running.processes()] == names
+        pids = {str(pid) for _, pid in running.processes()}
+        assert pids == set(lines(record / "started"))
+    assert lines(record / "ended") == ["tokenizer"] * 2 + ["scheduler"] + ["worker"] * 2
+    assert left_behind(record) == ([], [])
+
+
+async def restarted(running: LocalSet, name: str, before: int) -> int:
+    """The pid of a process once it has a new one."""
+    async with asyncio.timeout(20):
+        while (pid := dict(running.processes()).get(name, before)) == before:
+            await asyncio.sleep(0.01)
+    return pid
+
+
+@pytest.mark.parametrize("name", ["scheduler", "worker-1", "tokenizer-1"])
+async def test_one_that_dies_later_is_started_again(record: Path, name: str) -> None:
+    said: list[str] = []
+    logs = record / "logs"
+    async with LocalSet(replace(SEVERAL, log_dir=logs), on_restart=said.append) as running:
+        before = dict(running.processes())
+        os.kill(before[name], signal.SIGKILL)
+        after = await restarted(running, name, before[name])
+        assert dict(running.processes()) == {**before, name: after}
+        for target in running.targets:
+            async with AsyncClient(target) as client, asyncio.timeout(20):
+                while not await ready(client):
+                    await asyncio.sleep(0.01)
+        async with asyncio.timeout(20):
+            while len(given := given_to(logs, name)) < 2:
+                await asyncio.sleep(0.01)
+    assert said == [
+        f"{name} was killed by SIGKILL (is there enough memory?); it is started again in 0.2 s"
+    ]
+    assert given[0] == given[1]
+    assert left_behind(record) == ([], [])
+
+
+async def ready(client: AsyncClient) -> bool:
+    """Whether it can be reached and is ready."""
+    with contextlib.suppress(QuireError):
+        return await client.is_ready()
+    return False
+
+
+def given_to(logs: Path, name: str) -> list[str]:
+    """What each start of a process logged."""
+    return (logs / f"{name}.log").read_text().splitlines()
+
+
+async def test_the_process_in_between_takes_its_program_with_it(record: Path) -> None:
+    async with LocalSet(CONFIG) as running:
+        pid = dict(running.processes())["tokenizer-0"]
+        between = int(fields(pid)[1])
+        os.kill(between, signal.SIGKILL)
+        await restarted(running, "tokenizer-0", pid)
+        assert str(pid) not in left_behind(record)[1]
+    assert left_behind(record) == ([], [])
+
+
+async def test_one_that_dies_again_and_again_is_given_up(
+    record: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    async with contextlib.AsyncExitStack() as stack:
+        config = replace(SEVERAL, restarts=AT_ONCE)
+        running = await stack.enter_async_context(LocalSet(config, on_restart=said.append))
+        monkeypatch.setenv("DIE_worker", "no memory")
+        os.kill(dict(running.processes())["worker-1"], signal.SIGKILL)
+        with pytest.raises(SetFailed) as caught:
+            await running.failure()
+    assert str(caught.value) == (
+        "worker-1 ended with exit code 1: no memory; given up, since it ended 5 times in 60 s"
+    )
+    assert len(said) == 4
+    assert said[3] == "worker-1 ended with exit code 1: no memory; it is started again in 0.01 s"
+    assert left_behind(record) == ([], [])
+
+
+def test_the_wait_doubles_and_starts_anew_after_a_steady_run() -> None:
+    deaths = Deaths(RestartPolicy())
+    ends = [(100.0 * i, 1.0) for i in range(7)]
+    assert [deaths.delay_after(now, ran) for now, ran in ends] == [
+        *(0.2, 0.4, 0.8, 1.6, 3.2, 6.4),
+        10.0,
+    ]
+    assert deaths.delay_after(1000.0, 60.0) == 0.2
+
+
+@pytest.mark.parametrize(("last", "delay"), [(60.0, None), (60.1, 3.2)])
+def test_the_fifth_end_within_a_minute_is_the_last(last: float, delay: float | None) -> None:
+    deaths = Deaths(RestartPolicy())
+    for now in (0.0, 10.0, 20.0, 30.0):
+        assert deaths.delay_after(now, 1.0) is not None
+    assert deaths.delay_after(last, 1.0) == delay
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"workers": 0}, "workers must be from 1 to 64, got 0"),
+        ({"tokenizers": 65}, "tokenizers must be from 1 to 64, got 65"),
+        (
+            {"workers": -1, "tokenizers": 0},
+            "workers must be from 1 to 64, got -1; tokenizers must be from 1 to 64, got 0",
+        ),
+        (
+            {"tokenizers": 2, "port": 65_535},
+            "2 tokenizers on ports from 65535 on go beyond the last one, 65535",
+        ),
+    ],
+)
+async def test_numbers_that_make_no_sense(
+    record: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(SetFailed) as caught:
+        await fail_to_start(replace(CONFIG, **changes))
+    assert str(caught.value) == message
+    assert lines(record / "started") == []
+
+
+async def test_wrong_settings_are_all_told_before_anything_starts(
+    record: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QUIRE_MAX_NUM_SEQS", "many")
+    flags = {"worker": ["--dtype=int8", "--block-size=0"], "scheduler": ["--prefill-chunk-size=0"]}
+    with pytest.raises(SetFailed) as caught:
+        await fail_to_start(replace(CONFIG, flags=flags, checks=CHECKS))
+    assert str(caught.value).split("; ") == [
+        "QUIRE_MAX_NUM_SEQS must be a whole number, got 'many'",
+        "--prefill-chunk-size must be >= 1, got 0",
+        "--dtype must be one of auto, float32, bfloat16, float16, got int8",
+        "--block-size must be >= 1, got 0",
+    ]
+    assert left_behind(record) == ([], [])
+    assert lines(record / "started") == []
+
+
+async def test_a_check_that_cannot_be_made(record: Path) -> None:
+    with pytest.raises(SetFailed, match="cannot start /no/such/check: No such file"):
+        await fail_to_start(replace(CONFIG, checks={"worker": ("/no/such/check",)}))
+    assert left_behind(record) == ([], [])
+
+
 async def test_one_that_will_not_end_is_killed(
     record: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,15 +358,17 @@ async def test_one_that_will_not_end_is_killed(
 
 
 @contextlib.asynccontextmanager
-async def script(*arguments: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    """A process that has a set up."""
+async def script(*arguments: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, Pids]]:
+    """A process that has a set up, and the pids in it by name."""
     command = (sys.executable, str(SCRIPT), *arguments)
     async with started(*command, env=environment()) as process:
         assert process.stdout is not None
+        pids: Pids = {}
         async for line in process.stdout:
             if line.startswith(b"up "):
+                pids = json.loads(line.removeprefix(b"up "))
                 break
-        yield process
+        yield process, pids
 
 
 async def test_a_long_name_of_the_temporary_folder_does_no_harm(
@@ -187,7 +383,7 @@ async def test_a_long_name_of_the_temporary_folder_does_no_harm(
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 async def test_a_signal_drains_in_order(record: Path, number: signal.Signals) -> None:
-    async with script() as process:
+    async with script() as (process, _):
         process.send_signal(number)
         _, err = await process.communicate()
     assert (process.returncode, err) == (0, b"ending; once more ends at once\n")
@@ -197,7 +393,7 @@ async def test_a_signal_drains_in_order(record: Path, number: signal.Signals) ->
 
 async def test_a_second_signal_kills(record: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STUBBORN_tokenizer", "1")
-    async with script() as process:
+    async with script() as (process, _):
         assert process.stderr is not None
         process.send_signal(signal.SIGINT)
         await process.stderr.readline()
@@ -207,18 +403,75 @@ async def test_a_second_signal_kills(record: Path, monkeypatch: pytest.MonkeyPat
     assert left_behind(record) == ([], [])
 
 
-async def test_a_process_that_dies_is_one_line(record: Path) -> None:
-    async with script() as process:
-        os.kill(int(lines(record / "started")[0]), signal.SIGKILL)
+async def test_a_restart_is_one_line(record: Path) -> None:
+    async with script("--workers", "2", "-v") as (process, pids):
+        assert process.stderr is not None
+        os.kill(pids["worker-1"], signal.SIGTERM)
+        said = b""
+        while said.count(b"worker-1    | worker was given") < 2:
+            said += await process.stderr.readline()
+        process.send_signal(signal.SIGTERM)
+        said += (await process.communicate())[1]
+    assert process.returncode == 0
+    assert [line for line in said.decode().splitlines() if line.startswith("quire: ")] == [
+        "quire: worker-1 ended in order, though nobody asked it to; it is started again in 0.2 s"
+    ]
+    assert left_behind(record) == ([], [])
+
+
+@pytest.mark.parametrize("service", ["scheduler", "worker"])
+async def test_ctrl_c_while_one_waits_for_its_restart(
+    record: Path, monkeypatch: pytest.MonkeyPatch, service: str
+) -> None:
+    dying = record / "dying"
+    monkeypatch.setenv("DIE_LIST", str(dying))
+    name = service if service == "scheduler" else f"{service}-0"
+    async with script() as (process, pids):
+        assert process.stderr is not None
+        dying.write_text(service)
+        os.kill(pids[name], signal.SIGKILL)
+        for delay in ("0.2", "0.4"):
+            line = (await process.stderr.readline()).decode()
+            assert line.endswith(f"; it is started again in {delay} s\n")
+        process.send_signal(signal.SIGINT)
         _, err = await process.communicate()
-    assert process.returncode == 1
-    assert err.startswith(b"quire: the ")
-    assert err.count(b"\n") == 1
+    assert (process.returncode, err) == (0, b"ending; once more ends at once\n")
+    assert left_behind(record) == ([], [])
+
+
+async def test_giving_up_is_one_line_and_1(record: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dying = record / "dying"
+    monkeypatch.setenv("DIE_LIST", str(dying))
+    async with script("--restart-at-once") as (process, pids):
+        dying.write_text("tokenizer")
+        os.kill(pids["tokenizer-0"], signal.SIGKILL)
+        _, err = await process.communicate()
+    *restarts, last = err.decode().splitlines()
+    assert (process.returncode, len(restarts)) == (1, 4)
+    assert last == (
+        "quire: tokenizer-0 ended with exit code 1: it is on the list; "
+        "given up, since it ended 5 times in 60 s"
+    )
+    assert left_behind(record) == ([], [])
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_a_signal_during_the_start(
+    record: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    command = (sys.executable, str(SCRIPT), "--workers", "2")
+    async with started(*command, env=environment()) as process, asyncio.timeout(20):
+        while not lines(record / "started"):
+            await asyncio.sleep(0.005)
+        process.send_signal(number)
+        out, err = await process.communicate()
+    assert (process.returncode, err) == (0, b"ending; once more ends at once\n")
+    assert b"up" not in out
     assert left_behind(record) == ([], [])
 
 
 async def test_nobody_outlives_a_parent_that_is_killed(record: Path) -> None:
-    async with script() as process:
+    async with script() as (process, _):
         process.kill()
     async with asyncio.timeout(20):
         while left_behind(record)[1]:

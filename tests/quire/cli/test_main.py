@@ -70,6 +70,29 @@ def test_the_list_shows_what_can_be_used(capsys: Read) -> None:
     ("argv", "message"),
     [
         (["nonsense"], "quire: there is no command 'nonsense' (see quire --help)"),
+        (
+            ["chta"],
+            "quire: there is no command 'chta'; did you mean quire chat? (see quire --help)",
+        ),
+        (
+            ["model", "pul"],
+            "quire model: there is no command 'pul'; did you mean quire model pull? "
+            "(see quire model --help)",
+        ),
+        (
+            ["generate", "--promt", "x"],
+            "quire generate: there is no flag --promt; did you mean --prompt? "
+            "(see quire generate --help)",
+        ),
+        (
+            ["up", "--wokers=2", "--zzz", "-t", "--port", "1"],
+            "quire up: there is no flag --wokers; did you mean --workers?; there is no flag --zzz; "
+            "there is no flag -t (see quire up --help)",
+        ),
+        (
+            ["chat", "-system", "x"],
+            "quire chat: there is no flag -system; did you mean --system? (see quire chat --help)",
+        ),
         (["model"], "quire model: which command? (see quire model --help)"),
         (["model", "x"], "quire model: there is no command 'x' (see quire model --help)"),
         (
@@ -79,11 +102,12 @@ def test_the_list_shows_what_can_be_used(capsys: Read) -> None:
         ),
         (
             ["generate", "--prompt", "x", "--max-tok", "1"],
-            "quire generate: unrecognized arguments: --max-tok 1 (see quire generate --help)",
+            "quire generate: there is no flag --max-tok; did you mean --max-tokens? "
+            "(see quire generate --help)",
         ),
         (
-            ["up", "--workers", "2"],
-            "quire up: --workers 2 (more than one) is not available in this version",
+            ["up", "--workers", "two"],
+            "quire up: argument --workers: invalid int value: 'two' (see quire up --help)",
         ),
         (
             ["up", "--tensor-parallel-size", "2"],
@@ -145,17 +169,64 @@ def test_what_stops_a_command(error: BaseException, code: int, line: str, capsys
     assert capsys.readouterr().err == line
 
 
+@pytest.mark.parametrize(
+    ("argv", "prompt"),
+    [
+        (["--prompt", "-1", "--top-k", "-1"], "-1"),
+        (["--prompt=--zzz"], "--zzz"),
+        (["--prompt", "- what is this?"], "- what is this?"),
+        (["--prompt", "--what is this?"], "--what is this?"),
+        (["--prompt", "-"], "-"),
+    ],
+)
+def test_what_only_looks_like_a_flag(argv: list[str], prompt: str) -> None:
+    command = next(entry for entry in OWN if entry.name == "generate").load()
+    assert not isinstance(command, Group)
+    parser = Parser(prog="quire generate")
+    command.configure(parser)
+    assert parser.parse_args(argv).prompt == prompt
+
+
+def test_after_two_dashes_there_are_no_flags() -> None:
+    parser = Parser(prog="quire chat")
+    parser.add_argument("prompt", nargs="*")
+    assert parser.parse_args(["--", "--zzz"]).prompt == ["--zzz"]
+
+
 def test_what_is_passed_on_to_the_services() -> None:
     command = next(entry for entry in OWN if entry.name == "up").load()
     assert not isinstance(command, Group)
     parser = Parser(prog="quire up")
     command.configure(parser)
     from_flags: argparse.Namespace = parser.parse_args(
-        ["--workers", "1", "--enable-prefix-caching", "--kv-cache-memory", "1GiB"]
+        ["--workers", "3", "--enable-prefix-caching", "--kv-cache-memory", "1GiB"]
     )
     assert from_flags.enable_prefix_caching == "true"
     assert from_flags.kv_cache_memory == "1GiB"
     assert from_flags.dtype is None
+    assert (from_flags.workers, from_flags.tokenizers) == (3, 1)
+
+
+async def test_wrong_settings_are_told_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").touch()
+    flags = ("--dtype", "int8", "--block-size=0", "--workers", "2")
+    result = await quire("up", "--model", str(tmp_path), "--port", "0", *flags)
+    assert (result.code, result.out) == (1, "")
+    assert result.err == (
+        "quire: --dtype must be one of auto, float32, bfloat16, float16, got int8; "
+        "--block-size must be >= 1, got 0\n"
+    )
+
+
+async def test_too_many_of_a_service(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").touch()
+    result = await quire("up", "--model", str(tmp_path), "--workers", "65", "--tokenizers", "0")
+    assert (result.code, result.out) == (1, "")
+    assert result.err == (
+        "quire: workers must be from 1 to 64, got 65; tokenizers must be from 1 to 64, got 0\n"
+    )
 
 
 async def test_help_and_version() -> None:

@@ -1,0 +1,222 @@
+"""What a local set consists of: which processes, with which flags, on which ports.
+
+Starts nothing that lasts: it only lets each service check its own flags. Knows of the services
+their flags and health names.
+"""
+
+import asyncio
+import contextlib
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+
+from quire.errors import SetFailed
+from quire.local_process import RestartPolicy
+
+SERVICES = ("scheduler", "worker", "tokenizer")
+
+PROGRAMS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {service: (sys.executable, "-m", f"services.{service}") for service in SERVICES}
+)
+"""How the processes of each service are started, without their flags."""
+
+CHECKS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {service: (sys.executable, "-m", "services.check_settings", service) for service in SERVICES}
+)
+"""Programs that say in a moment what is wrong with the flags of a service."""
+
+MOST_OF_A_SERVICE = 64
+"""Limit on the workers and on the tokenizers of one set; more than a machine has use for."""
+
+_TEXT_SERVICE, _TOKEN_SERVICE, _PROCESS = "quire.v1.TextService", "quire.v1.TokenService", ""
+_WORKER_SERVICE = "quire.v1.WorkerLinkService"
+_LAST_PORT = 65_535
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalConfig:
+    """What to start.
+
+    Attributes:
+        model: the model's folder.
+        served_model_name: what clients call it.
+        workers: how many, 1 to 64; they share the processors and the memory.
+        tokenizers: how many, 1 to 64, on consecutive ports.
+        host: where the tokenizers listen.
+        port: of the first tokenizer; 0 for any free ones.
+        flags: further flags by service, e.g. `{"worker": ("--dtype", "float32")}`.
+        programs: how the processes of each service are started, without their flags.
+        checks: programs by service that take its flags and say what is wrong with them.
+        restarts: when a process that ended by itself is started again.
+        log_dir: where the logs go; None for the run folder, which goes away with the set.
+        drain_timeout_s: how long a process may take to end after it was asked, seconds.
+    """
+
+    model: Path
+    served_model_name: str
+    workers: int = 1
+    tokenizers: int = 1
+    host: str = "127.0.0.1"
+    port: int = 50051
+    flags: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    programs: Mapping[str, Sequence[str]] = field(default_factory=lambda: PROGRAMS)
+    checks: Mapping[str, Sequence[str]] = field(default_factory=lambda: CHECKS)
+    restarts: RestartPolicy = field(default_factory=RestartPolicy)
+    log_dir: Path | None = None
+    drain_timeout_s: float = 40.0
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One process of the plan: what it is called and told, and where it says that it can serve."""
+
+    service: str
+    name: str
+    flags: tuple[str, ...]
+    ready_at: tuple[tuple[str, str], ...]
+    """Pairs of address and health name."""
+
+
+def members_of(
+    config: LocalConfig, folder: Path, scheduler: str, ports: Sequence[int]
+) -> list[Member]:
+    """The processes of the set, with all their flags.
+
+    Args:
+        config: what was asked for.
+        folder: of this run, for sockets.
+        scheduler: where it listens.
+        ports: of the tokenizers.
+    """
+    model = ("--model", str(config.model), "--served-model-name", config.served_model_name)
+    run = f"{socket.gethostname()[:64]}-{folder.name}"
+    further = {service: tuple(config.flags.get(service, ())) for service in SERVICES}
+    members = [
+        Member(
+            service="scheduler",
+            name="scheduler",
+            flags=("--listen", scheduler, *further["scheduler"]),
+            ready_at=((scheduler, _PROCESS),),
+        )
+    ]
+    for number in range(config.workers):
+        name = f"worker-{number}"
+        own = f"unix://{folder}/{name}.sock"
+        worker = ("--worker-id", f"{run}-{name}", "--local-workers", str(config.workers))
+        members.append(
+            Member(
+                service="worker",
+                name=name,
+                flags=(
+                    *("--scheduler", scheduler, "--listen", own),
+                    *(*worker, *model, *further["worker"]),
+                ),
+                ready_at=((own, _WORKER_SERVICE), (scheduler, _TOKEN_SERVICE)),
+            )
+        )
+    for number, port in enumerate(ports):
+        listen = address(config.host, port)
+        members.append(
+            Member(
+                service="tokenizer",
+                name=f"tokenizer-{number}",
+                flags=(
+                    *("--listen", listen, "--scheduler", scheduler),
+                    *(*model, *further["tokenizer"]),
+                ),
+                ready_at=((dialled(config.host, port), _TEXT_SERVICE),),
+            )
+        )
+    return members
+
+
+def check_numbers(config: LocalConfig) -> None:
+    """Raises SetFailed if there are to be too few or too many of a service."""
+    counts = {"workers": config.workers, "tokenizers": config.tokenizers}
+    problems = [
+        f"{name} must be from 1 to {MOST_OF_A_SERVICE}, got {count}"
+        for name, count in counts.items()
+        if not 1 <= count <= MOST_OF_A_SERVICE
+    ]
+    if problems:
+        raise SetFailed("; ".join(problems))
+
+
+async def check_flags(config: LocalConfig, members: Sequence[Member]) -> None:
+    """Lets each service say what is wrong with its flags, before anything is started.
+
+    Raises:
+        SetFailed: all that is wrong, on one line.
+    """
+    one_each = {member.service: member for member in members}
+    async with asyncio.TaskGroup() as tasks:
+        said = [
+            tasks.create_task(_problems((*config.checks[service], *member.flags)))
+            for service, member in one_each.items()
+            if service in config.checks
+        ]
+    # The services share some variables of the environment: the same problem once is enough.
+    problems = dict.fromkeys(problem for task in said for problem in task.result())
+    if problems:
+        raise SetFailed("; ".join(problems))
+
+
+async def _problems(command: Sequence[str]) -> list[str]:
+    pipe = asyncio.subprocess.PIPE
+    try:
+        check = await asyncio.create_subprocess_exec(
+            *command, stdin=asyncio.subprocess.DEVNULL, stdout=pipe, stderr=pipe
+        )
+    except OSError as error:
+        return [f"cannot start {command[0]}: {error.strerror}"]
+    try:
+        _, err = await check.communicate()
+    finally:
+        if check.returncode is None:
+            check.kill()
+    if check.returncode == 0:
+        return []
+    return err.decode(errors="replace").splitlines()[-16:] or ["the settings cannot be checked"]
+
+
+def free_ports(host: str, port: int, count: int) -> tuple[int, ...]:
+    """`count` ports from `port` on, or any free ones for 0, after trying them out.
+
+    Raises:
+        SetFailed: one is taken or there is no such port; names it.
+    """
+    if not 0 <= port <= _LAST_PORT:
+        raise SetFailed(f"the port must be from 0 to {_LAST_PORT}, got {port}")
+    if port + count - 1 > _LAST_PORT:
+        raise SetFailed(
+            f"{count} tokenizers on ports from {port} on go beyond the last one, {_LAST_PORT}"
+        )
+    with contextlib.ExitStack() as trials:  # all at once, so that no port is found twice
+        return tuple(_try_port(trials, host, port + i if port else 0) for i in range(count))
+
+
+def _try_port(trials: contextlib.ExitStack, host: str, port: int) -> int:
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, place = found[0]
+        trial = trials.enter_context(socket.socket(family, kind, protocol))
+        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        trial.bind(place)
+        return int(trial.getsockname()[1])
+    except OSError as error:
+        where = address(host, port)
+        reason = error.strerror or str(error)
+        raise SetFailed(f"cannot listen on {where} ({reason}); choose another --port") from error
+
+
+def dialled(host: str, port: int) -> str:
+    """The address at which somebody who listens at `host` is reached from this machine."""
+    return address({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port)
+
+
+def address(host: str, port: int) -> str:
+    """`host:port`, with brackets where the host is a number of IPv6."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
