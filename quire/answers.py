@@ -87,6 +87,49 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionOutput:
+    """One answer to a prompt, as far as it has come.
+
+    Attributes:
+        index: its place among the answers to that prompt; 0, since there is one.
+        text: all of it so far.
+        token_ids: all of them so far; they may run ahead of the text.
+        finish_reason: "stop" or "length"; None until it has ended.
+        stop_reason: the stop string or the token id that ended it, where one did.
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOutput:
+    """What one prompt of a call has brought so far.
+
+    Attributes:
+        index: the prompt's place among those of the call.
+        request_id: the request's name, for the servers' logs.
+        prompt: the prompt as text; None where token ids or a conversation were given.
+        prompt_token_ids: the prompt as token ids where they were given, else None: the encoding is
+            the server's, and `usage` has their number.
+        outputs: the answer.
+        finished: nothing follows.
+        usage: what it cost; None until it has ended.
+    """
+
+    index: int
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...] | None
+    outputs: tuple[CompletionOutput, ...]
+    finished: bool
+    usage: Usage | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RenderedChat:
     """A conversation as the model will see it.
 

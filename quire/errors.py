@@ -2,6 +2,7 @@
 
     QuireError
     ├── InvalidRequest       fields are wrong; names them
+    ├── UnknownSetting       no keyword of that name
     ├── NotSupported         a later version has it, this one does not
     ├── ModelNotFound        no such model on this machine
     ├── PullFailed           a model could not be fetched or converted
@@ -52,6 +53,10 @@ class InvalidRequest(QuireError, ValueError):
         self.field = field
         self.description = description
         self.violations = violations
+
+
+class UnknownSetting(QuireError, TypeError):
+    """There is no keyword of that name."""
 
 
 class NotSupported(QuireError):

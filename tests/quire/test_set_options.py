@@ -1,0 +1,72 @@
+"""Settings of a set as keywords."""
+
+from typing import Any
+
+import pytest
+
+from quire.errors import InvalidRequest, NotSupported, UnknownSetting
+from quire.set_options import LATER, PASSED, flags_of, keyword
+
+
+def test_each_setting_goes_to_the_process_that_understands_it() -> None:
+    settings = {
+        "dtype": "float32",
+        "max_model_len": 512,
+        "gpu_memory_utilization": 0.5,
+        "enable_prefix_caching": False,
+        "prefill_chunk_size": 64,
+        "max_num_seqs": None,
+    }
+    assert flags_of(settings) == {
+        "worker": ("--dtype=float32", "--max-model-len=512", "--gpu-memory-utilization=0.5"),
+        "scheduler": ("--prefill-chunk-size=64", "--enable-prefix-caching=false"),
+    }
+
+
+def test_every_passed_flag_is_a_keyword() -> None:
+    flags = [flag for several in PASSED.values() for flag, *_ in several]
+    found = flags_of({keyword(flag): "x" for flag in flags})
+    assert [text for several in found.values() for text in several] == [f"{f}=x" for f in flags]
+
+
+@pytest.mark.parametrize(
+    "neutral",
+    [
+        {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "scheduling_policy": "fcfs"},
+        {"quantization": None, "enable_metrics": False, "trust_remote_code": False},
+        {"speculative_model": None, "num_speculative_tokens": 0, "metrics_port": None},
+    ],
+)
+def test_settings_of_later_versions_may_ask_for_nothing(neutral: Any) -> None:
+    assert flags_of(neutral) == {"worker": (), "scheduler": ()}
+
+
+@pytest.mark.parametrize("name", [keyword(flag) for flag in LATER])
+def test_settings_of_later_versions_are_refused_by_name(name: str) -> None:
+    with pytest.raises(NotSupported, match=rf"^{name}='x' \(.+\) is not available in this version"):
+        flags_of({name: "x"})
+
+
+def test_true_is_not_the_number_one() -> None:
+    with pytest.raises(NotSupported, match="tensor_parallel_size=True"):
+        flags_of({"tensor_parallel_size": True})
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("max_model_length", "; did you mean max_model_len?"),
+        ("tokenizer", "; did you mean tokenizers?"),
+        ("zzz", ""),
+    ],
+)
+def test_an_unknown_setting_is_named(name: str, hint: str) -> None:
+    with pytest.raises(UnknownSetting) as caught:
+        flags_of({name: 1})
+    assert caught.value.message == f"{name} is not known{hint}"
+    assert isinstance(caught.value, TypeError)
+
+
+def test_a_value_of_a_wrong_kind_is_named() -> None:
+    with pytest.raises(InvalidRequest, match=r"dtype: must be text, a number, .* got list"):
+        flags_of({"dtype": ["float32"]})
