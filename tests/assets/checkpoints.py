@@ -6,15 +6,17 @@ it does not look at the KV cache. A random checkpoint does, and `transformers` i
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from tests.assets.byte_tokenizer import EOS_TOKEN_IDS, VOCAB_SIZE, make_byte_tokenizer
+from tests.assets.tokenizers import write_folder
 
 RANDOM_CONFIG: Mapping[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -69,7 +71,10 @@ def make_successor_checkpoint(
     *,
     successors: Mapping[int, int] | None = None,
     extra_tokens: tuple[str, ...] = (),
+    tokenizer: Tokenizer | None = None,
     max_positions: int = 2048,
+    config_eos: int = EOS_TOKEN_IDS[0],
+    generation_eos: Sequence[int] = EOS_TOKEN_IDS,
 ) -> Path:
     """Writes a one-layer model whose greedy output is a chain of successors.
 
@@ -81,9 +86,14 @@ def make_successor_checkpoint(
         successors: what follows a token; for all others it is the next id, and the first after the
             last.
         extra_tokens: see `make_byte_tokenizer`.
+        tokenizer: written in place of the byte tokenizer.
         max_positions: longest prompt + output.
+        config_eos: end token in config.json.
+        generation_eos: end tokens in generation_config.json.
     """
     vocab = VOCAB_SIZE + len(extra_tokens)
+    if tokenizer is not None:
+        vocab = tokenizer.get_vocab_size(with_added_tokens=True)
     config = {
         **RANDOM_CONFIG,
         "hidden_size": vocab,
@@ -92,6 +102,7 @@ def make_successor_checkpoint(
         "head_dim": 8,
         "vocab_size": vocab,
         "max_position_embeddings": max_positions,
+        "eos_token_id": config_eos,
     }
     tensors = {
         name: torch.ones(shape) if name.endswith("norm.weight") else torch.zeros(shape)
@@ -101,8 +112,11 @@ def make_successor_checkpoint(
     for token in range(vocab):
         follower = (successors or {}).get(token, (token + 1) % vocab)
         tensors["lm_head.weight"][follower, token] = 1.0
-    make_byte_tokenizer(folder, extra_tokens=extra_tokens)
-    write_config(folder, config)
+    if tokenizer is None:
+        make_byte_tokenizer(folder, extra_tokens=extra_tokens)
+    else:
+        write_folder(folder, tokenizer)
+    write_config(folder, config, eos_token_ids=generation_eos)
     write_shards(folder, tensors, 1)
     return folder
 
@@ -157,10 +171,12 @@ def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def write_config(folder: Path, config: Mapping[str, Any]) -> None:
-    """Writes config.json, and generation_config.json with both end tokens."""
+def write_config(
+    folder: Path, config: Mapping[str, Any], *, eos_token_ids: Sequence[int] = EOS_TOKEN_IDS
+) -> None:
+    """Writes config.json, and generation_config.json with all end tokens."""
     (folder / "config.json").write_text(json.dumps(config, indent=1))
-    generation = {"eos_token_id": list(EOS_TOKEN_IDS)}
+    generation = {"eos_token_id": list(eos_token_ids)}
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=1))
 
 

@@ -1,9 +1,9 @@
 """A worker's step executor that says what a test tells it to: real rows, no model.
 
-Behind the worker's own link it is a whole worker to a real scheduler: every step is checked against
-real rows (slots, blocks, digests), and a row's next token is looked up in a script by its prompt. It
-can be slow, hang, fail one request, or fail a whole step. One token a step and row: the step link
-has no way yet to give several.
+Behind the worker's own link it is a whole worker to a real scheduler: every step is checked
+against real rows (slots, blocks, digests), and a row's next token is looked up in a script by its
+prompt. It can be slow, hang, fail one request, or fail a whole step. One token a row and step: the
+step link has no way yet to give several.
 """
 
 import threading
