@@ -1,6 +1,6 @@
 """Runs a set of fake services under the control of signals, as `quire up` does.
 
-set_script.py [--workers K] [--tokenizers N] [--restart-at-once] [-v]
+set_script.py [--workers K] [--tokenizers N] [--restart-at-once] [--drain-timeout S] [-v]
 """
 
 import argparse
@@ -35,6 +35,7 @@ def run() -> int:
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--tokenizers", type=int, default=1)
     parser.add_argument("--restart-at-once", action="store_true")
+    parser.add_argument("--drain-timeout", type=float, default=40.0)
     parser.add_argument("-v", action="store_true")
     flags = parser.parse_args()
     config = LocalConfig(
@@ -45,6 +46,7 @@ def run() -> int:
         port=0,
         programs=PROGRAMS,
         checks={},
+        drain_timeout_s=flags.drain_timeout,
         restarts=AT_ONCE if flags.restart_at_once else RestartPolicy(),
     )
     return int(asyncio.run(with_local_set(config, serve, verbose=flags.v)))

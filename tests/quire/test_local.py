@@ -479,3 +479,15 @@ async def test_nobody_outlives_a_parent_that_is_killed(record: Path) -> None:
     assert sorted(lines(record / "ended")) == ["scheduler", "tokenizer", "worker"]
     sockets = list((record / "t").rglob("*.sock"))
     assert sockets == []
+
+
+async def test_one_that_will_not_end_does_not_outlive_a_parent_that_is_killed(
+    record: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STUBBORN_worker", "1")
+    async with script("--drain-timeout", "0.2") as (process, _):
+        process.kill()
+    async with asyncio.timeout(20):
+        while left_behind(record)[1]:
+            await asyncio.sleep(0.05)
+    assert sorted(lines(record / "ended")) == ["scheduler", "tokenizer"]
