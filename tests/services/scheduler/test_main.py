@@ -107,10 +107,10 @@ async def test_ready_only_while_steps_are_answered(tmp_path: Path, hangs: bool) 
             async with asyncio.TaskGroup() as tasks:
                 rest = tasks.create_task(worker.serve())
                 tokens = [token async for response in call for token in response.token_ids]
+                await scheduler.reach(True)
                 rest.cancel()
             assert tokens == [7, 7, 7]
-            await scheduler.reach(True)
-        assert scheduler.told == ([False, True, False, True] if hangs else [False, True])
+        assert scheduler.told[:3] == ([False, True, False] if hangs else [False, True])
 
 
 async def test_an_idle_worker_stays_ready(tmp_path: Path) -> None:
