@@ -6,9 +6,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, NoReturn
 
 import grpc
+from google.protobuf.message import DecodeError
 from grpc_status import rpc_status
 
-from services.chassis.errors import Internal, ServiceError, status_of
+from services.chassis.errors import Internal, InvalidArgument, ServiceError, status_of
 
 log = logging.getLogger(__name__)
 
@@ -49,12 +50,28 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
                 if handler.request_streaming
                 else grpc.unary_unary_rpc_method_handler
             )
-        return make(wrapped, handler.request_deserializer, handler.response_serializer)
+        read = handler.request_deserializer
+        if read is not None and not handler.request_streaming:
+            read = _or_error(read)
+        return make(wrapped, read, handler.response_serializer)
+
+
+def _or_error(read: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    """`read`, which gives an error instead of raising it, where no handler could see it."""
+
+    def call(message: bytes) -> Any:
+        try:
+            return read(message)
+        except DecodeError as error:
+            return error
+
+    return call
 
 
 def _unary(inner: Any, method: str) -> Any:
     async def call(request: Any, context: ServicerContext) -> Any:
         try:
+            _refuse_unreadable(request)
             return await inner(request, context)
         except Exception as error:  # noqa: BLE001 -- the one place that turns all of them into statuses
             await _abort(context, error, method)
@@ -65,6 +82,7 @@ def _unary(inner: Any, method: str) -> Any:
 def _streaming(inner: Any, method: str) -> Any:
     async def call(request: Any, context: ServicerContext) -> AsyncIterator[Any]:
         try:
+            _refuse_unreadable(request)
             responses = inner(request, context)
             if inspect.isawaitable(responses):
                 # A handler that writes by itself, as the health service's Watch does.
@@ -78,12 +96,19 @@ def _streaming(inner: Any, method: str) -> Any:
     return call
 
 
+def _refuse_unreadable(request: Any) -> None:
+    if isinstance(request, DecodeError):
+        raise request
+
+
 async def _abort(context: ServicerContext, error: Exception, method: str) -> NoReturn:
     """Ends the call with the status of `error`; raises what gRPC must see."""
     if isinstance(error, _ENDED) or context.done():
         raise error
     if isinstance(error, ServiceError):
         known = error
+    elif isinstance(error, DecodeError):
+        known = InvalidArgument("message", "the bytes are no message of this method")
     else:
         log.error("%s failed", method, exc_info=error)
         known = Internal("internal error; see the log of the service")

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 
 import grpc
 import pytest
+from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
@@ -78,6 +79,13 @@ class Handlers:
             self.cleaned.set()
 
 
+def parsed(message: bytes) -> bytes:
+    """Reads a request; one of them is no message."""
+    if message == b"garbage":
+        raise DecodeError("wire format was corrupt")
+    return message
+
+
 @pytest.fixture
 def handlers() -> Handlers:
     return Handlers()
@@ -88,7 +96,7 @@ async def channel(handlers: Handlers) -> AsyncIterator[grpc.aio.Channel]:
     server = GrpcServer(["test.Service"])
     methods = {
         shape: getattr(grpc, f"{shape.replace('writes', 'stream')}_rpc_method_handler")(
-            getattr(handlers, shape)
+            getattr(handlers, shape), request_deserializer=parsed
         )
         for shape in SHAPES
     }
@@ -208,3 +216,14 @@ async def test_a_client_that_goes_away_during_a_write_is_not_a_bug(
     await handlers.cleaned.wait()
     assert await call(channel, "unary_unary", b"good") == [b"good"]
     assert [record for record in caplog.records if record.name.startswith("services")] == []
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+async def test_bytes_that_are_no_message_are_the_callers_mistake(
+    channel: grpc.aio.Channel, shape: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call(channel, shape, b"garbage")
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert caught.value.details() == "message: the bytes are no message of this method"
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
