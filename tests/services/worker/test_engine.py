@@ -38,6 +38,13 @@ def test_limits_come_from_settings_and_model(model_folder, bench):
     assert torch.get_num_threads() == 1
 
 
+def test_workers_of_one_machine_share_its_processors(model_folder):
+    argv = ["--model", "m", "--device", "cpu", "--max-num-batched-tokens", "24"]
+    shared = read_settings([*argv, "--kv-cache-memory", "1MiB", "--local-workers", "10000"], {})
+    load_engine(shared, model_folder, Machine(), StartUp(age_s=0.0))
+    assert torch.get_num_threads() == 1
+
+
 def test_each_attachment_starts_empty(model_folder):
     engine = load(model_folder, "--kv-cache-memory", "1MiB")
     granted = Attachment(epoch=1, max_num_seqs=3, num_slots=9, check_block_tables=False)
