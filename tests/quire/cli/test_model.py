@@ -12,7 +12,8 @@ from tests.quire.tiny_gguf import write_gguf
 
 FILES = {
     "config.json": b'{"model_type": "llama"}',
-    "tokenizer.json": b"{}",
+    "tokenizer.json": b'{"model": {}}',
+    "tokenizer_config.json": b"{}",
     "model.safetensors": bytes(300_000),
     "README.md": b"not needed",
     "onnx/model.onnx": b"not needed",
@@ -49,7 +50,7 @@ async def test_a_hub_repository(home: Path) -> None:
         assert (result.code, result.err.count("Traceback")) == (0, 0), result.err
         place = home / "models" / "owner--tiny"
         assert result.out == f"owner/tiny is in {place}\n"
-        wanted = ["config.json", "model.safetensors", "tokenizer.json"]
+        wanted = ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
         assert sorted(os.listdir(place)) == wanted
         for name in wanted:
             assert place.joinpath(name).read_bytes() == FILES[name]

@@ -89,10 +89,18 @@ def test_a_template_in_the_config_is_found(tmp_path: Path) -> None:
     ("name", "content", "message"),
     [
         ("tokenizer.json", None, "there is no such file"),
-        ("tokenizer.json", b"", "cannot be loaded"),
-        ("tokenizer.json", b'{"version": "1.0"}', "cannot be loaded"),
-        ("tokenizer.json", b"\xff\xfe", "cannot be loaded"),
-        ("tokenizer_config.json", None, "cannot be read: No such file"),
+        ("tokenizer.json", b"", "is not JSON"),
+        ("tokenizer.json", b"{}", "is not the file of a tokenizer: model is missing"),
+        ("tokenizer.json", b"[]", "must hold a JSON object"),
+        ("tokenizer.json", b"[" * 100_000, "is not JSON"),
+        ("tokenizer.json", b'{"model": {}}', "added_tokens is missing"),
+        (
+            "tokenizer.json",
+            b'{"model": {"vocab": {"a": 4000000000}}, "added_tokens": []}',
+            "token ids must be in 0..4194303, got 4000000000",
+        ),
+        ("tokenizer.json", b"\xff\xfe", "is not JSON"),
+        ("tokenizer_config.json", None, "there is no such file"),
         ("tokenizer_config.json", b"{", "is not JSON"),
         ("tokenizer_config.json", b"[]", "must hold a JSON object"),
         ("tokenizer_config.json", b'{"auto_map": {}}', "auto_map asks for code"),
@@ -117,11 +125,29 @@ def test_a_bad_file_is_named_on_one_line(
     assert "\n" not in text
 
 
+def test_what_the_library_refuses_names_folder_and_files(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path, byte_level(), config={"bos_token": 5})
+    with pytest.raises(StartupError) as caught:
+        load_encoding(folder)
+    assert str(caught.value).startswith(
+        f"{folder}: tokenizer.json with tokenizer_config.json cannot be loaded: Special token bos"
+    )
+
+
+def test_a_vocabulary_larger_than_the_model_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = write_folder(tmp_path, byte_level())
+    (folder / "config.json").write_text('{"vocab_size": 7}')
+    load_encoding(folder)
+    assert "tokens, the model only 7 (config.json)" in caplog.text
+
+
 def test_a_cut_file_is_named(tmp_path: Path) -> None:
     folder = write_folder(tmp_path, byte_level())
     whole = (folder / "tokenizer.json").read_bytes()
     (folder / "tokenizer.json").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(StartupError, match=r"tokenizer\.json: cannot be loaded"):
+    with pytest.raises(StartupError, match=r"tokenizer\.json: is not JSON"):
         load_encoding(folder)
 
 

@@ -9,7 +9,13 @@ import grpc
 import pytest
 
 from quire.v1 import generation_pb2, token_pb2
-from services.chassis.errors import InvalidArgument, Overloaded, RemoteError, Unavailable
+from services.chassis.errors import (
+    FailedPrecondition,
+    InvalidArgument,
+    Overloaded,
+    RemoteError,
+    Unavailable,
+)
 from services.tokenizer.domain import FinishReason, TokenEnd, Usage
 from services.tokenizer.session import LinkCounts, SchedulerLink
 from services.tokenizer.token_stream import TokenStream
@@ -88,6 +94,28 @@ async def test_a_request_travels_whole_and_its_tokens_come_back(sockets: Path) -
         await scheduler.next_submission()
         assert scheduler.session.aborts == []
         other.close()
+
+
+async def test_workers_of_another_model_get_no_request(sockets: Path) -> None:
+    other = default_limits()
+    other.model = "other"
+    both = "this tokenizer is for the model 'tiny', the workers serve 'other'"
+    async with linked(sockets, limits=other) as (scheduler, link):
+        stream = link.open(work("abc"))
+        with pytest.raises(FailedPrecondition, match=both):
+            await stream.next()
+        stream.close()
+        right = default_limits()
+        right.max_model_len = 99
+        scheduler.session.send(limits=right)
+        await eventually(lambda: link.limits is not None and link.limits.max_model_len == 99)
+        stream = link.open(work("good"))
+        assert (await scheduler.next_submission()).request.request_id == "good"
+        scheduler.session.send(limits=other)
+        with pytest.raises(FailedPrecondition, match=both):
+            await stream.next()
+        stream.close()
+        await eventually(lambda: scheduler.session.aborts == [1])
 
 
 async def test_absent_max_tokens_stays_absent(sockets: Path) -> None:

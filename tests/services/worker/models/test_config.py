@@ -70,7 +70,7 @@ def test_the_end_tokens_of_generation_config_win(in_config, in_generation, ids):
     assert read(in_generation, eos_token_id=in_config).eos_token_ids == ids
 
 
-@pytest.mark.parametrize("ids", ["</s>", [-1], [1.5], 263])
+@pytest.mark.parametrize("ids", ["</s>", [-1], [1.5], 263, True, {}, [[1]]])
 def test_end_tokens_that_are_none(ids):
     with pytest.raises(ModelError, match="eos"):
         read(eos_token_id=ids)
@@ -142,6 +142,56 @@ def test_the_length_may_not_be_raised(asked):
         read(max_model_len=asked)
 
 
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"rms_norm_eps": value}, "rms_norm_eps must be a finite number in [0, 1), got")
+        for value in (-1, 1, float("nan"), float("inf"))
+    ]
+    + [({"rms_norm_eps": 10**400}, "rms_norm_eps must be a number, got 1000000")]
+    + [
+        ({"rope_theta": value}, "rope_theta must be a finite number > 0, got")
+        for value in (0, -1, float("nan"), float("inf"))
+    ]
+    + [
+        ({"rope_scaling": {"type": "linear", "factor": value}}, "factor must be a finite number >")
+        for value in (0, -2.0, float("nan"))
+    ]
+    + [
+        ({"rope_scaling": {**LLAMA3, "low_freq_factor": 4.0}}, "> low_freq_factor 4, got 4.0"),
+        ({"rope_scaling": {**LLAMA3, "low_freq_factor": 0}}, "low_freq_factor must be a finite"),
+        ({"rope_scaling": 0}, "rope_scaling must be an object, got 0"),
+        ({"rope_parameters": []}, "rope_parameters must be an object, got []"),
+        ({"bos_token_id": 263}, "bos id 263 is not below the vocabulary size 263"),
+        ({"bos_token_id": "x"}, "config.json: bos_token_id must be whole numbers >= 0, got 'x'"),
+        ({"vocab_size": 10**400}, "vocab_size must be in 1..2147483647, got 1000"),
+    ],
+)
+def test_absurd_numbers(changes, named):
+    with pytest.raises(ModelError) as caught:
+        read(**changes)
+    assert named in str(caught.value)
+    assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"sliding_window": 0},
+        {"sliding_window": "x"},
+        {"sliding_window": 2.5},
+        {"sliding_window": 8, "layer_types": 5},
+        {"sliding_window": 8, "layer_types": [[], {}]},
+    ],
+)
+def test_windows_that_are_none(changes):
+    with pytest.raises(ModelError, match=r"sliding_window must be|layer_types must name 2 of"):
+        read(architectures=["MistralForCausalLM"], **changes)
+
+
 def test_windows():
     mistral = {"architectures": ["MistralForCausalLM"]}
     qwen = {"architectures": ["Qwen2ForCausalLM"], "max_window_layers": 1}
@@ -177,7 +227,10 @@ def test_gguf():
         ({"llama__rope__dimension_count": 8}, "llama.rope.dimension_count 8"),
         ({"llama__rope__scaling__type": "yarn"}, "rope scaling 'yarn'"),
         ({"llama__block_count": None}, "llama.block_count is missing"),
-        ({"llama__attention__head_count": [4, 2]}, "llama.attention.head_count must be a whole number"),
+        (
+            {"llama__attention__head_count": [4, 2]},
+            "llama.attention.head_count must be a whole number",
+        ),
         ({"tokenizer__ggml__tokens": None}, "llama.vocab_size is missing"),
     ],
 )

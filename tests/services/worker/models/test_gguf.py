@@ -169,7 +169,9 @@ def test_two_files_or_two_formats_are_ambiguous(file, source, load):
     with pytest.raises(ModelError, match="has safetensors and GGUF weights; remove one of them"):
         load(file.parent)
     (file.parent / "other.gguf").write_bytes(b"")
-    with pytest.raises(ModelError, match="has 2 GGUF files \(other.gguf, tiny.gguf\); leave exactly one"):
+    with pytest.raises(
+        ModelError, match="has 2 GGUF files \(other.gguf, tiny.gguf\); leave exactly one"
+    ):
         load(file.parent)
 
 

@@ -142,6 +142,8 @@ def test_a_file_with_a_damaged_header(folder, refusal, header):
     [
         ("{", "is not JSON, or cut short: "),
         ("[]", "must hold a JSON object"),
+        ("[" * 100_000, "is not JSON, or cut short: "),
+        ('{"weight_map": {"a": "%s"}}' % ("b" * 5000), "is not the name of a file beside it"),
         ('{"weight_map": {}}', "has no weight_map"),
         ('{"weight_map": {"a": "../b.safetensors"}}', "is not the name of a file beside it"),
         ('{"weight_map": {"a": 3}}', "is not the name of a file beside it"),
@@ -184,7 +186,10 @@ def test_a_folder_without_weights(folder, refusal):
 
 
 def test_no_folder(tmp_path, refusal):
-    assert refusal(tmp_path / "none") == f"{tmp_path / 'none'}: is no folder of a model and no GGUF file"
+    assert (
+        refusal(tmp_path / "none")
+        == f"{tmp_path / 'none'}: is no folder of a model and no GGUF file"
+    )
 
 
 @pytest.mark.parametrize("content", [None, "{", "[]"])
