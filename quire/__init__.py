@@ -6,7 +6,6 @@
 """
 
 import importlib
-from typing import TYPE_CHECKING, Any
 
 from quire import errors
 from quire.answers import (
@@ -19,10 +18,8 @@ from quire.answers import (
     Usage,
 )
 from quire.client import AsyncClient
+from quire.llm import LLM
 from quire.params import SamplingParams
-
-if TYPE_CHECKING:
-    from quire.llm import LLM
 
 __all__ = [
     "LLM",
@@ -42,10 +39,9 @@ __all__ = [
 __version__: str
 
 
-def __getattr__(name: str) -> Any:
-    # What starts processes, and finding out the version, take time that few imports need.
-    if name == "LLM":
-        return importlib.import_module("quire.llm").LLM
+def __getattr__(name: str) -> str:
+    # Finding out the version takes a fifth of the whole import, and few ask for it.
     if name != "__version__":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return importlib.import_module("quire.version").VERSION
+    version: str = importlib.import_module("quire.version").VERSION
+    return version

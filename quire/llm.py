@@ -4,32 +4,22 @@ Starts a whole set on this machine, or joins one that runs, and answers batches 
 background thread with the loop on which the set and the client live; loads no model itself.
 """
 
-import asyncio
 import contextlib
+import importlib
 import weakref
-from collections.abc import (
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Generator,
-    Iterator,
-    Mapping,
-    Sequence,
-)
-from dataclasses import dataclass
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from os import PathLike, fspath
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, NoReturn, Self, overload
+from typing import Literal, Self, overload
 
 from quire.answers import RequestOutput
 from quire.batch import Ask, Mailbox, answer_all
-from quire.client import AsyncClient
-from quire.errors import InvalidRequest, ModelNotFound
+from quire.errors import InvalidRequest
 from quire.llm_inputs import Message, Params, Prompt, asks_of_chats, asks_of_prompts
-from quire.local import LocalConfig, LocalSet
+from quire.llm_sources import Joined, Source
 from quire.loop_thread import LoopThread
-from quire.models import DEFAULT_MODEL, find_alias, locate_model
+from quire.models import DEFAULT_MODEL, locate_model
 from quire.set_options import flags_of, keyword
 
 _CLOSED = "this LLM is closed; make another one"
@@ -80,24 +70,21 @@ class LLM:
     ) -> None:
         name = None if model is None else fspath(model)
         flags = flags_of(settings)
-        source: _Joined | _Started
+        source: Source
         if target is not None:
             own = {"workers": workers != 1, "tokenizers": tokenizers != 1}
             own |= {"log_dir": log_dir is not None}
             _refuse_with_target([key for key, given in own.items() if given], flags)
-            source = _Joined(name, target)
+            source = Joined(name, target)
         else:
-            located = locate_model(DEFAULT_MODEL if name is None else name)
-            config = LocalConfig(
-                model=located.path,
-                served_model_name=located.name,
-                port=0,
+            # What starts processes takes a while to import, and who joins a set needs none of it.
+            source = importlib.import_module("quire.llm_set").Started(
+                locate_model(DEFAULT_MODEL if name is None else name),
                 workers=workers,
                 tokenizers=tokenizers,
                 flags=flags,
                 log_dir=None if log_dir is None else Path(log_dir),
             )
-            source = _Started(config)
         self._thread = LoopThread(source.open, hurry=source.hurry, closed=_CLOSED)
         # Runs when the object goes, or before that when the interpreter ends.
         self._finalizer = weakref.finalize(self, self._thread.stop)
@@ -231,74 +218,8 @@ class LLM:
             job.cancel()
 
 
-@dataclass(frozen=True, slots=True)
-class _Opened:
-    """What the loop holds while the LLM is open."""
-
-    client: AsyncClient
-    model: str
-    lost: Callable[[], Awaitable[NoReturn]]
-
-    async def watch(self) -> NoReturn:
-        await self.lost()
-        raise AssertionError("the line above ends only by raising")
-
-
-class _Started:
-    """A set of our own."""
-
-    def __init__(self, config: LocalConfig) -> None:
-        self._config = config
-        self._local: LocalSet | None = None
-
-    @contextlib.asynccontextmanager
-    async def open(self) -> AsyncIterator[_Opened]:
-        self._local = LocalSet(self._config)
-        async with self._local as local, AsyncClient(local.target) as client:
-            yield _Opened(client, self._config.served_model_name, local.failure)
-
-    def hurry(self) -> None:
-        if self._local is not None:
-            self._local.kill()
-
-
-class _Joined:
-    """A set that others run."""
-
-    def __init__(self, model: str | None, target: str | Sequence[str]) -> None:
-        self._model = model
-        self._client = AsyncClient(target)
-
-    @contextlib.asynccontextmanager
-    async def open(self) -> AsyncIterator[_Opened]:
-        async with self._client as client:
-            info = await client.info()
-            if self._model is not None and info.model not in _names_of(self._model):
-                raise InvalidRequest(
-                    "model", f"is {info.model!r} at {client.target}, and not {self._model!r}"
-                )
-            yield _Opened(client, info.model, _forever)
-
-    def hurry(self) -> None:
-        """There is nothing to end."""
-
-
-async def _forever() -> NoReturn:
-    await asyncio.get_running_loop().create_future()
-    raise AssertionError("nothing ends this wait")
-
-
 def _refuse_with_target(own: Sequence[str], flags: Mapping[str, Sequence[str]]) -> None:
     """Raises InvalidRequest where a setting was given for a set that runs already."""
     passed = [flag.partition("=")[0] for several in flags.values() for flag in several]
     for name in (*own, *map(keyword, passed)):
         raise InvalidRequest(name, "is a setting of a set that is started, and target names one")
-
-
-def _names_of(model: str) -> set[str]:
-    """Names under which `model` may be served."""
-    alias = find_alias(model)
-    names = {model} if alias is None else {alias.name, alias.hub_id}
-    with contextlib.suppress(ModelNotFound):
-        names.add(locate_model(model).name)
-    return names

@@ -2,12 +2,14 @@
 
 import asyncio
 import contextlib
+import gc
 import os
 import re
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -157,6 +159,22 @@ async def test_closing_ends_what_runs_in_other_threads() -> None:
         llm.generate("a")
     with pytest.raises(QuireError, match="this LLM is closed"):
         next(llm.generate("a", streaming=True))
+
+
+async def test_one_that_nobody_holds_any_more_is_closed() -> None:
+    async with serving(FakeTextService()) as target:
+        before = set(threading.enumerate())
+
+        def drop() -> list[threading.Thread]:
+            llm = LLM(target=target)
+            assert texts(llm.generate("a")) == ["".join(words(5))]
+            (own,) = [one for one in threading.enumerate() if one.name == "quire-loop"]
+            del llm
+            gc.collect()
+            own.join(30)
+            return [one for one in set(threading.enumerate()) - before if one is own]
+
+        assert await asyncio.to_thread(drop) == []
 
 
 def test_nobody_at_the_target() -> None:
@@ -352,6 +370,25 @@ print(llm.generate("a", SamplingParams(temperature=0, max_tokens=3))[0].outputs[
     out, err = process.communicate(timeout=90)
     assert out.replace("running\n", "") == "cut\nbcd\n", err
     assert (process.returncode, err) == (0, "")
+    assert left_over(tmp_path) == []
+
+
+@pytest.mark.system
+def test_ctrl_c_while_the_set_starts(checkpoint: Path, tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", "import sys, quire; quire.LLM(sys.argv[1])", str(checkpoint)],
+        cwd=ROOT,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while not set(left_over(tmp_path)) - {process.pid}:
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=90)
+    assert process.returncode == -signal.SIGINT
+    assert "KeyboardInterrupt" in err
     assert left_over(tmp_path) == []
 
 
