@@ -328,14 +328,14 @@ async def test_wrong_settings_are_all_told_before_anything_starts(
     record: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("QUIRE_MAX_NUM_SEQS", "many")
-    flags = {"worker": ["--dtype=int8", "--block-size=0"], "scheduler": ["--prefill-chunk-size=0"]}
+    flags = {"worker": ["--dtype=int8", "--block-size=x"], "scheduler": ["--prefill-chunk-size=x"]}
     with pytest.raises(SetFailed) as caught:
         await fail_to_start(replace(CONFIG, flags=flags, checks=CHECKS))
     assert str(caught.value).split("; ") == [
         "QUIRE_MAX_NUM_SEQS must be a whole number, got 'many'",
-        "--prefill-chunk-size must be >= 1, got 0",
+        "--prefill-chunk-size must be a whole number, got 'x'",
         "--dtype must be one of auto, float32, bfloat16, float16, got int8",
-        "--block-size must be >= 1, got 0",
+        "--block-size must be a whole number, got 'x'",
     ]
     assert left_behind(record) == ([], [])
     assert lines(record / "started") == []

@@ -23,13 +23,16 @@ def test_good_settings_pass_in_silence(argv: list[str], capsys: Read) -> None:
 @pytest.mark.parametrize(
     ("argv", "problems"),
     [
-        (["scheduler", "--prefill-chunk-size=0"], "--prefill-chunk-size must be >= 1, got 0\n"),
+        (
+            ["scheduler", "--prefill-chunk-size=x"],
+            "--prefill-chunk-size must be a whole number, got 'x'\n",
+        ),
         (["tokenizer"], "--model is required (or QUIRE_MODEL)\n"),
         (
-            ["worker", "--model=m", "--local-workers=0", "--device", "tpu", "--zzz"],
+            ["worker", "--model=m", "--local-workers=x", "--device", "tpu", "--zzz"],
             "unknown flag --zzz\n"
             "--device must be one of auto, cpu, cuda, got tpu\n"
-            "--local-workers must be >= 1, got 0\n",
+            "--local-workers must be a whole number, got 'x'\n",
         ),
     ],
 )
@@ -39,6 +42,6 @@ def test_each_problem_is_a_line(argv: list[str], problems: str, capsys: Read) ->
 
 
 def test_the_environment_counts_too(monkeypatch: pytest.MonkeyPatch, capsys: Read) -> None:
-    monkeypatch.setenv("QUIRE_BLOCK_SIZE", "0")
+    monkeypatch.setenv("QUIRE_BLOCK_SIZE", "x")
     assert main(["worker", "--model", "m"]) == 2
-    assert capsys.readouterr().err == "QUIRE_BLOCK_SIZE must be >= 1, got 0\n"
+    assert capsys.readouterr().err == "QUIRE_BLOCK_SIZE must be a whole number, got 'x'\n"

@@ -210,12 +210,12 @@ def test_what_is_passed_on_to_the_services() -> None:
 async def test_wrong_settings_are_told_before_anything_starts(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").touch()
-    flags = ("--dtype", "int8", "--block-size=0", "--workers", "2")
+    flags = ("--dtype", "int8", "--block-size=x", "--workers", "2")
     result = await quire("up", "--model", str(tmp_path), "--port", "0", *flags)
     assert (result.code, result.out) == (1, "")
     assert result.err == (
         "quire: --dtype must be one of auto, float32, bfloat16, float16, got int8; "
-        "--block-size must be >= 1, got 0\n"
+        "--block-size must be a whole number, got 'x'\n"
     )
 
 
