@@ -24,7 +24,7 @@ from services.chassis.process import StartupError
 from services.tokenizer.chat_template import ChatTemplate, TemplateBroken
 from services.tokenizer.detokenizer import Detokenization
 from services.tokenizer.domain import ChatMessage, RenderedChat
-from services.tokenizer.text_bound import characters_per_token
+from services.tokenizer.text_bound import text_bound
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
@@ -54,7 +54,7 @@ class Encoding:
         self.vocab_size = self._backend.get_vocab_size(with_added_tokens=True)
         self.has_chat_template = chat_template.exists
         self.detokenization = Detokenization(self._backend)
-        self.characters_per_token = characters_per_token(self._backend)
+        self.text_bound = text_bound(self._backend)
 
     def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
         """The ids of each text.

@@ -207,7 +207,7 @@ class TextServicer(text_pb2_grpc.TextServiceServicer):
         return functools.partial(
             check_text,
             field=field,
-            characters_per_token=self._encoding.characters_per_token,
+            bound=self._encoding.text_bound,
             limits=limits,
         )
 

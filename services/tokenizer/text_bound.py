@@ -1,13 +1,14 @@
 """How much text one token can cover, so that what cannot fit is refused before it is encoded.
 
-Pure. A bound exists where every character of a text ends up in some token and no token covers more
-than its own characters. It does not where a step drops text (a Strip, a split that removes the
-separators), where an unknown token swallows whole words, or where an added token takes the
-whitespace beside it along.
+Pure. A bound exists where every character of a text, but for a few known ones, ends up in some
+token and no token covers more than its own characters. It does not where a step drops text (a Strip, a
+split that removes the separators), where an unknown token swallows whole words, or where an added
+token takes the whitespace beside it along.
 """
 
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from tokenizers import Tokenizer, models
@@ -29,13 +30,29 @@ _SPLITTING = frozenset({"Split", "Punctuation"})
 """Pre-tokenizers that keep every character unless told to remove some."""
 
 
-def characters_per_token(tokenizer: Tokenizer) -> int | None:
-    """The most characters of a text that one token can cover; None where there is no such bound.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextBound:
+    """What is known of a text's tokens before it is encoded.
 
-    Never too low: `n` tokens come from at most `n` times as many characters.
+    Attributes:
+        characters_per_token: the most characters that one token can cover.
+        ignored: characters that may be in no token at all.
     """
+
+    characters_per_token: int
+    ignored: str = ""
+
+    def fewest_tokens(self, text: str) -> int:
+        """A number of tokens that `text` certainly has; it may have many more."""
+        size = len(text) - sum(map(text.count, self.ignored))
+        return -(-size // self.characters_per_token)
+
+
+def text_bound(tokenizer: Tokenizer) -> TextBound | None:
+    """The bound for a tokenizer's texts; None where there is none."""
     shrinking = _shrinking(tokenizer)
-    if shrinking is None or not _keeps_text(tokenizer) or not _knows_all_text(tokenizer):
+    ignored = _ignored(tokenizer)
+    if shrinking is None or ignored is None or not _keeps_text(tokenizer):
         return None
     added = tokenizer.get_added_tokens_decoder().values()
     if any(token.lstrip or token.rstrip for token in added):
@@ -43,7 +60,9 @@ def characters_per_token(tokenizer: Tokenizer) -> int | None:
     texts = [*tokenizer.get_vocab(with_added_tokens=True), *(token.content for token in added)]
     if tokenizer.normalizer is not None:
         texts += [tokenizer.normalizer.normalize_str(token.content) for token in added]
-    return max(map(len, texts), default=1) * shrinking
+    return TextBound(
+        characters_per_token=max(map(len, texts), default=1) * shrinking, ignored=ignored
+    )
 
 
 def _shrinking(tokenizer: Tokenizer) -> int | None:
@@ -68,24 +87,28 @@ def _keeps_text(tokenizer: Tokenizer) -> bool:
     )
 
 
-def _knows_all_text(tokenizer: Tokenizer) -> bool:
-    """Whether the model has a token for any text, none of which covers more than it says."""
+def _ignored(tokenizer: Tokenizer) -> str | None:
+    """Characters that the model has no token for; None where a token may stand for any text."""
     model = tokenizer.model
     if not isinstance(model, models.BPE):
-        return False
+        return None
     if model.continuing_subword_prefix or model.end_of_word_suffix:
-        return False
+        return None
     if model.unk_token is not None and not model.fuse_unk:
-        return True
+        return ""
     if model.byte_fallback:
-        return all(model.token_to_id(f"<0x{byte:02X}>") is not None for byte in range(256))
-    steps = [
-        *_steps(tokenizer.normalizer, "normalizers"),
-        *_steps(tokenizer.pre_tokenizer, "pretokenizers"),
-    ]
-    return any(step["type"] == "ByteLevel" for step in steps) and all(
-        model.token_to_id(character) is not None for character in byte_alphabet()
-    )
+        knows_all = all(model.token_to_id(f"<0x{byte:02X}>") is not None for byte in range(256))
+        return "" if knows_all else None
+    normalizing = [step["type"] for step in _steps(tokenizer.normalizer, "normalizers")]
+    splitting = [step["type"] for step in _steps(tokenizer.pre_tokenizer, "pretokenizers")]
+    if model.unk_token is not None or "ByteLevel" not in normalizing + splitting:
+        return None
+    # Unknown bytes are passed over. Of a character of several bytes, those after the first stay.
+    unknown = [byte for text, byte in byte_alphabet().items() if model.token_to_id(text) is None]
+    if any(0x80 <= byte < 0xC0 for byte in unknown):
+        return None
+    ignored = "".join(chr(byte) for byte in sorted(unknown) if byte < 0x80)
+    return None if ignored and "Replace" in normalizing else ignored
 
 
 def _steps(component: Any, parts: str) -> Iterator[dict[str, Any]]:

@@ -22,6 +22,7 @@ from services.tokenizer.domain import (
     ValidOptions,
 )
 from services.tokenizer.packing import unpack_ids
+from services.tokenizer.text_bound import TextBound
 
 MAX_REQUEST_ID_BYTES = 128
 MAX_STOP_STRINGS = 16
@@ -203,30 +204,29 @@ class Validator:
         return self.token_ids(raw.resumed, field, limits)
 
 
-def check_text(
-    text: str, field: str, *, characters_per_token: int | None, limits: Limits | None
-) -> None:
+def check_text(text: str, field: str, *, bound: TextBound | None, limits: Limits | None) -> None:
     """Refuses a text that is too long for the context whatever its tokens are.
 
     Args:
         text: not yet encoded.
         field: where it came from.
-        characters_per_token: the most of it that one token can cover; None for any number.
+        bound: of the model's tokenizer; None where it has none.
         limits: None while no worker is attached.
 
     Raises:
         InvalidArgument: it cannot fit.
     """
-    if characters_per_token is None or limits is None:
+    if bound is None or limits is None:
         return
-    size = len(text)
-    at_least = -(-size // characters_per_token)
+    if len(text) < limits.max_model_len:
+        return  # nearly every text
+    at_least = bound.fewest_tokens(text)
     if at_least >= limits.max_model_len:
         raise _too_long(
             field,
             at_least,
             limits.max_model_len,
-            f"has {size} characters, which are at least {at_least} tokens",
+            f"has {len(text)} characters, which are at least {at_least} tokens",
         )
 
 

@@ -1,3 +1,4 @@
+import json
 import random
 import unicodedata
 from collections.abc import Callable
@@ -5,7 +6,8 @@ from collections.abc import Callable
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 
-from services.tokenizer.text_bound import characters_per_token
+from services.tokenizer.detokenizer import byte_alphabet
+from services.tokenizer.text_bound import TextBound, text_bound
 from tests.assets.tokenizers import byte_level, sentencepiece_like
 
 
@@ -72,7 +74,8 @@ def test_the_longest_token_bounds_what_one_covers(
     make: Callable[[], Tokenizer], longest: int
 ) -> None:
     tokenizer = make()
-    assert characters_per_token(tokenizer) == longest
+    bound = text_bound(tokenizer)
+    assert bound == TextBound(characters_per_token=longest)
     source = random.Random(6)
     parts = [
         *("a", "b", "ab", "abab", " ", "  ", "\n", "é", "e\u0301", "İ", "ﬁ", "日", "🌶", "\u0301"),
@@ -92,7 +95,31 @@ def test_the_longest_token_bounds_what_one_covers(
     for _ in range(500):
         text = "".join(source.choices(parts, k=source.randrange(30)))
         ids = tokenizer.encode(text, add_special_tokens=False).ids
+        assert bound.fewest_tokens(text) <= len(ids), text
         assert len(text) <= longest * len(ids), text
+
+
+def without_bytes(*data: int) -> Tokenizer:
+    """As some models are: their training text had no such bytes."""
+    state = json.loads(byte_level().to_str())
+    for byte in data:
+        character = next(text for text, number in byte_alphabet().items() if number == byte)
+        del state["model"]["vocab"][character]
+    return Tokenizer.from_str(json.dumps(state))
+
+
+def test_characters_without_a_token_do_not_count() -> None:
+    tokenizer = without_bytes(0x04, 0x1D, 0xC0, 0xF1)
+    bound = text_bound(tokenizer)
+    assert bound == TextBound(characters_per_token=13, ignored="\x04\x1d")
+    assert bound.fewest_tokens("\x04" * 1000) == 0
+    assert bound.fewest_tokens("\x04\x1da" * 14) == 2
+    source = random.Random(7)
+    for _ in range(500):
+        text = "".join(source.choices(["\x04", "\x1d", "\U00045678", "a", "1"], k=30))
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        assert bound.fewest_tokens(text) <= len(ids)
+    assert text_bound(without_bytes(0x80)) is None
 
 
 @pytest.mark.parametrize(
@@ -117,7 +144,7 @@ def test_the_longest_token_bounds_what_one_covers(
     ],
 )
 def test_where_text_may_vanish_there_is_no_bound(make: Callable[[], Tokenizer]) -> None:
-    assert characters_per_token(make()) is None
+    assert text_bound(make()) is None
 
 
 def test_no_character_decomposes_into_more_than_four() -> None:

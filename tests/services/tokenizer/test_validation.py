@@ -16,6 +16,7 @@ from services.tokenizer.domain import (
     Sampling,
     SamplingDefaults,
 )
+from services.tokenizer.text_bound import TextBound
 from services.tokenizer.validation import (
     MAX_MESSAGES,
     Validator,
@@ -309,8 +310,9 @@ def test_more_ids_than_the_context_holds_are_refused_by_their_number(raw: RawTok
 
 
 def test_a_text_is_refused_that_cannot_fit_whatever_its_tokens_are() -> None:
-    def check(size: int, bound: int | None = 10, limits: Limits | None = LIMITS) -> None:
-        check_text("x" * size, "prompt", characters_per_token=bound, limits=limits)
+    def check(size: int, per_token: int | None = 10, limits: Limits | None = LIMITS) -> None:
+        bound = None if per_token is None else TextBound(characters_per_token=per_token)
+        check_text("x" * size, "prompt", bound=bound, limits=limits)
 
     check(630)
     check(10**6, None)
