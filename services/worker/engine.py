@@ -4,9 +4,12 @@ Owns the order of the start: device, model, largest step (measurement and warm-u
 the model thread.
 """
 
+import contextlib
 import logging
 import os
+import re
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -87,12 +90,19 @@ def load_engine(
     dtype = _dtype(settings.dtype, device)
     if device.type == "cpu":
         allowed = len(os.sched_getaffinity(0))
-        torch.set_num_threads(settings.num_threads or machine.processors(allowed))
+        share = max(1, machine.processors(allowed) // settings.local_workers)
+        torch.set_num_threads(settings.num_threads or share)
     kernels = select_kernels(device)
     try:
-        loaded = load_model(
-            path, dtype=dtype, device=device, kernels=kernels, max_model_len=settings.max_model_len
-        )
+        with _memory_for("the weights"):
+            loaded = load_model(
+                path,
+                dtype=dtype,
+                device=device,
+                kernels=kernels,
+                max_model_len=settings.max_model_len,
+                memory_bytes=machine.available_memory() if device.type == "cpu" else None,
+            )
     except ModelError as error:
         raise StartupError(str(error)) from error
     start_up.end_of("load")
@@ -115,11 +125,14 @@ def load_engine(
         block_size=settings.block_size,
         dtype=dtype,
     )
-    memory = measure(
-        lambda: _run_largest_step(loaded, kernels, spec, limits, device), device, machine
-    )
+    with _memory_for("the largest step; set a smaller --max-num-batched-tokens"):
+        memory = measure(
+            lambda: _run_largest_step(loaded, kernels, spec, limits, device), device, machine
+        )
     request = MemoryRequest(
-        kv_cache_bytes=settings.kv_cache_bytes, share=settings.gpu_memory_utilization
+        kv_cache_bytes=settings.kv_cache_bytes,
+        share=settings.gpu_memory_utilization,
+        local_workers=settings.local_workers,
     )
     num_blocks = choose_num_blocks(pool_bytes(request, memory, device), spec, limits.max_model_len)
     cache = _allocate(kernels, spec, num_blocks, device)
@@ -138,6 +151,19 @@ def load_engine(
         dtype=dtype,
         device=device,
     )
+
+
+@contextlib.contextmanager
+def _memory_for(what: str) -> Iterator[None]:
+    """Says in one line that there is not enough memory."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        text = str(error)
+        # torch has a type of its own for GPUs only.
+        if isinstance(error, RuntimeError) and not re.search("allocate memory|out of memory", text):
+            raise
+        raise StartupError(f"there is not enough memory for {what}") from error
 
 
 def _run_largest_step(

@@ -6,8 +6,9 @@ Owns the largest step (which is also the warm-up) and the rule that turns free m
 - on a GPU: `--gpu-memory-utilization` (0.9) of the device, less what is in use after the largest
   step, less what that step needs beyond it;
 - on a CPU: half of what the machine and its control groups leave free after the largest step, at
-  most 1 GiB, since a CPU's memory is shared with everybody; with `--gpu-memory-utilization` that
-  share of it, without the cap.
+  most 1 GiB, since a CPU's memory is shared with everybody, divided among `--local-workers`, which
+  may all measure the same free memory; with `--gpu-memory-utilization` that share of it, without
+  the cap, and undivided.
 """
 
 import logging
@@ -25,6 +26,8 @@ from services.worker.plan import Attachment, NewRow, StepLimits, StepPlan
 log = logging.getLogger(__name__)
 
 _MIB = 2**20
+_MOST_BLOCKS = 2**26
+"""As many as schedulers make tables for."""
 _GPU_SHARE = 0.9
 _CPU_SHARE = 0.5
 _CPU_CAP_BYTES = 1024 * _MIB
@@ -37,10 +40,12 @@ class MemoryRequest:
     Args:
         kv_cache_bytes: size of the pool; None measures it.
         share: share of the memory to use; None takes the default of the device.
+        local_workers: workers that measure the same machine, >= 1.
     """
 
     kv_cache_bytes: int | None
     share: float | None
+    local_workers: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,8 +137,17 @@ def measure(
 
 
 def pool_bytes(request: MemoryRequest, memory: StepMemory, device: torch.device) -> int:
-    """Bytes for the KV pool by the rule of this module; may be too few for one block."""
+    """Bytes for the KV pool by the rule of this module; may be too few for one block.
+
+    Raises:
+        StartupError: more are asked for than there are.
+    """
     if request.kv_cache_bytes is not None:
+        if request.kv_cache_bytes > memory.free_bytes:
+            raise StartupError(
+                f"--kv-cache-memory: {_size(request.kv_cache_bytes)} are asked for, "
+                f"{device} has {memory.free_bytes // _MIB}MiB free"
+            )
         return request.kv_cache_bytes
     if device.type == "cuda":
         used = memory.total_bytes - memory.free_bytes
@@ -142,7 +156,7 @@ def pool_bytes(request: MemoryRequest, memory: StepMemory, device: torch.device)
     left = memory.free_bytes - memory.peak_bytes
     if request.share is not None:
         return int(left * request.share)
-    return min(int(left * _CPU_SHARE), _CPU_CAP_BYTES)
+    return min(int(left * _CPU_SHARE), _CPU_CAP_BYTES) // request.local_workers
 
 
 def choose_num_blocks(size_bytes: int, spec: KVCacheSpec, max_model_len: int) -> int:
@@ -151,7 +165,7 @@ def choose_num_blocks(size_bytes: int, spec: KVCacheSpec, max_model_len: int) ->
     Raises:
         StartupError: not even one.
     """
-    num_blocks = size_bytes // spec.bytes_per_block
+    num_blocks = min(size_bytes // spec.bytes_per_block, _MOST_BLOCKS)
     needed = -(-max_model_len // spec.block_size)
     needed_text = _size(needed * spec.bytes_per_block)
     if num_blocks < 1:

@@ -54,6 +54,13 @@ def _one_of(*values: str) -> dict[str, Any]:
     return {"check": lambda value: value in values, "rule": f"must be one of {', '.join(values)}"}
 
 
+def _between(least: int, most: int) -> dict[str, Any]:
+    return {
+        "check": lambda value: least <= value <= most,
+        "rule": f"must be in {least}..{most}",
+    }
+
+
 def _at_least(least: int) -> dict[str, Any]:
     return {"check": lambda value: value >= least, "rule": f"must be >= {least}"}
 
@@ -87,12 +94,12 @@ class WorkerSettings:
         default=None,
         **_at_least(2),
     )
-    block_size: int = setting(help="tokens per KV block", default=16, **_at_least(1))
-    max_num_seqs: int = setting(help="most requests in one step", default=128, **_at_least(1))
+    block_size: int = setting(help="tokens per KV block", default=16, **_between(1, 4096))
+    max_num_seqs: int = setting(help="most requests in one step", default=128, **_between(1, 16384))
     max_num_batched_tokens: int | None = setting(
         help="most tokens in one step; default: 256 on a CPU, 2048 on a GPU",
         default=None,
-        **_at_least(1),
+        **_between(1, 2**24),
     )
     kv_cache_memory: str | None = setting(
         help="memory for the KV cache, in bytes or as 512MiB, 4GiB; default: measured at start",
@@ -116,7 +123,7 @@ class WorkerSettings:
     num_threads: int | None = setting(
         help="threads of the computation on a CPU; default: its share of the processors",
         default=None,
-        **_at_least(1),
+        **_between(1, 1024),
     )
     local_workers: int = setting(
         help="workers that share this machine: its processors, and the memory measured for the KV "

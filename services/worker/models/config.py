@@ -84,6 +84,9 @@ class ModelConfig:
 _MOST_LAYERS = 4096
 """More are a damaged file."""
 
+_MOST_TOKENS = 2**24
+"""Of a vocabulary, and of a context: as many as schedulers make tables for."""
+
 SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
 
 _CHANGES_NUMBERS = re.compile(
@@ -118,7 +121,7 @@ def read_hf_config(
     num_heads = fields.positive("num_attention_heads")
     hidden_size = fields.positive("hidden_size")
     head_dim = fields.positive("head_dim", _head_dim(hidden_size, num_heads))
-    positions = fields.positive("max_position_embeddings")
+    positions = fields.positive("max_position_embeddings", most=_MOST_TOKENS)
     attention_bias = fields.get("attention_bias", bool, False)
     is_qwen = architecture == "Qwen2ForCausalLM"
     config = ModelConfig(
@@ -129,7 +132,7 @@ def read_hf_config(
         head_dim=head_dim,
         hidden_size=hidden_size,
         intermediate_size=fields.positive("intermediate_size"),
-        vocab_size=fields.positive("vocab_size"),
+        vocab_size=fields.positive("vocab_size", most=_MOST_TOKENS),
         max_model_len=_limit(positions, max_model_len),
         rms_norm_eps=fields.epsilon("rms_norm_eps", 1e-6),
         rope=_rope(raw, positions),
@@ -193,7 +196,9 @@ def read_gguf_config(
         hidden_size=hidden_size,
         intermediate_size=fields.positive(f"{arch}.feed_forward_length"),
         vocab_size=_gguf_vocab_size(metadata, fields, str(arch)),
-        max_model_len=_limit(fields.positive(f"{arch}.context_length"), max_model_len),
+        max_model_len=_limit(
+            fields.positive(f"{arch}.context_length", most=_MOST_TOKENS), max_model_len
+        ),
         rms_norm_eps=fields.epsilon(f"{arch}.attention.layer_norm_rms_epsilon"),
         rope=_gguf_rope(fields, str(arch)),
         windows=(window,) * num_layers,
@@ -409,7 +414,7 @@ def _gguf_eos(metadata: Mapping[str, Any]) -> list[int]:
 def _gguf_vocab_size(metadata: Mapping[str, Any], fields: _Fields, arch: str) -> int:
     tokens = metadata.get("tokenizer.ggml.tokens")
     count = len(tokens) if isinstance(tokens, list) else tokens
-    return fields.positive(f"{arch}.vocab_size", count)
+    return fields.positive(f"{arch}.vocab_size", count, most=_MOST_TOKENS)
 
 
 def _checked(config: ModelConfig) -> ModelConfig:

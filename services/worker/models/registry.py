@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from services.worker.models.config import (
     read_gguf_config,
     read_hf_config,
 )
-from services.worker.models.decoder import CausalLM, Decoder
+from services.worker.models.decoder import CausalLM, Decoder, expected_tensors
 from services.worker.models.gguf import ROPE_DIVISORS, GgufFile, GgufWeights
 from services.worker.models.weights import (
     SafetensorsWeights,
@@ -52,6 +53,7 @@ def load_model(
     device: torch.device,
     kernels: KernelSet,
     max_model_len: int | None,
+    memory_bytes: int | None = None,
 ) -> LoadedModel:
     """Loads a model.
 
@@ -61,6 +63,7 @@ def load_model(
         device: where it shall compute.
         kernels: its kernel set.
         max_model_len: longest prompt + output in tokens; None: what the model was made for.
+        memory_bytes: free for the weights; None is not compared.
 
     Raises:
         ModelError: it cannot be loaded; one line that says why.
@@ -68,13 +71,19 @@ def load_model(
     gguf = _gguf_file(path)
     if gguf is not None:
         return _load_gguf(
-            gguf, dtype=dtype, device=device, kernels=kernels, max_model_len=max_model_len
+            gguf,
+            dtype=dtype,
+            device=device,
+            kernels=kernels,
+            max_model_len=max_model_len,
+            memory_bytes=memory_bytes,
         )
     weights = SafetensorsWeights(path)
     raw = _read_json(path / "config.json", required=True)
     generation = _read_json(path / "generation_config.json", required=False)
     with _named(path):
         config = read_hf_config(raw, generation, dtype=dtype, max_model_len=max_model_len)
+        _check_memory(config, memory_bytes)
     headers = {file: safetensors_header(file) for file in weights.files}
     return LoadedModel(
         config=config,
@@ -90,6 +99,7 @@ def _load_gguf(
     device: torch.device,
     kernels: KernelSet,
     max_model_len: int | None,
+    memory_bytes: int | None,
 ) -> LoadedModel:
     file = GgufFile(path)
     generation = _read_json(path.parent / "generation_config.json", required=False)
@@ -101,6 +111,7 @@ def _load_gguf(
             max_model_len=max_model_len,
             tied="output.weight" not in file.tensors,
         )
+        _check_memory(config, memory_bytes)
     if ROPE_DIVISORS in file.tensors:
         divisors = tuple(file.tensor(ROPE_DIVISORS).float().flatten().tolist())
         if len(divisors) != config.head_dim // 2:
@@ -116,6 +127,17 @@ def _load_gguf(
         model=Decoder(config, GgufWeights(file, heads), device, kernels),
         digest=_digest(config, files_digest((path,), {path: file.header()})),
     )
+
+
+def _check_memory(config: ModelConfig, memory_bytes: int | None) -> None:
+    """Refuses what would end the process without a word."""
+    numbers = sum(math.prod(shape) for shape in expected_tensors(config).values())
+    needed = numbers * config.dtype.itemsize
+    if memory_bytes is not None and needed > memory_bytes:
+        raise ModelError(
+            f"its weights need {needed >> 20} MiB in {str(config.dtype).removeprefix('torch.')}, "
+            f"{memory_bytes >> 20} MiB are free"
+        )
 
 
 def _gguf_file(path: Path) -> Path | None:

@@ -98,7 +98,7 @@ def test_a_model_that_gives_no_numbers_is_a_warning(tmp_path, model_folder, capl
     ("argv", "says"),
     [
         (("--kv-cache-memory", "1KiB"), "1KiB does not hold one block"),
-        (("--max-model-len", "65"), "max_model_len 65"),
+        (("--max-model-len", "65"), "--max-model-len: must be in 1..64"),
         (("--device", "cuda"), "--device cuda"),
     ],
 )

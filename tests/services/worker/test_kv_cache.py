@@ -89,6 +89,9 @@ def test_cpu_memory_is_measured_at_its_peak():
         (MemoryRequest(kv_cache_bytes=123, share=0.5), CPU, 123),
         (MemoryRequest(kv_cache_bytes=123, share=None), CUDA, 123),
         (MemoryRequest(kv_cache_bytes=None, share=None), CPU, GIB),  # half of 6 GiB, capped
+        (MemoryRequest(kv_cache_bytes=None, share=None, local_workers=4), CPU, GIB / 4),
+        (MemoryRequest(kv_cache_bytes=None, share=0.75, local_workers=4), CPU, 4.5 * GIB),
+        (MemoryRequest(kv_cache_bytes=123, share=None, local_workers=4), CPU, 123),
         (MemoryRequest(kv_cache_bytes=None, share=0.75), CPU, 4.5 * GIB),
         # 0.9 of 10 less 3 in use less 1 for the step.
         (MemoryRequest(kv_cache_bytes=None, share=None), CUDA, 5 * GIB),
@@ -98,6 +101,15 @@ def test_cpu_memory_is_measured_at_its_peak():
 def test_the_pool_takes_its_share(request_, device, expected):
     memory = StepMemory(free_bytes=7 * GIB, total_bytes=10 * GIB, peak_bytes=1 * GIB)
     assert pool_bytes(request_, memory, device) == pytest.approx(expected, abs=1)
+
+
+@pytest.mark.parametrize("device", [CPU, CUDA])
+def test_a_pool_larger_than_the_memory_is_refused(device):
+    memory = StepMemory(free_bytes=7 * GIB, total_bytes=10 * GIB, peak_bytes=1 * GIB)
+    wish = MemoryRequest(kv_cache_bytes=7 * GIB + 1, share=None)
+    said = rf"^--kv-cache-memory: 7169MiB are asked for, {device} has 7168MiB free$"
+    with pytest.raises(StartupError, match=said):
+        pool_bytes(wish, memory, device)
 
 
 def test_half_of_a_small_machine():

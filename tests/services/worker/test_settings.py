@@ -49,7 +49,7 @@ def test_what_is_no_size(text):
         (["--device", "tpu"], "--device must be one of auto, cpu, cuda, got tpu"),
         (["--kv-cache-memory", "0"], "--kv-cache-memory must be bytes or a size"),
         (["--kv-cache-memory", "4 apples"], "--kv-cache-memory must be bytes or a size"),
-        (["--block-size", "0"], "--block-size must be >= 1, got 0"),
+        (["--block-size", "0"], "--block-size must be in 1..4096, got 0"),
         (["--max-num-seqs", "many"], "--max-num-seqs:? must be a whole number, got .many."),
         (["--gpu-memory-utilization", "1.5"], r"--gpu-memory-utilization must be in \(0, 1\]"),
         (["--worker-id", "w" * 129], "--worker-id must be 1 to 128 characters"),

@@ -167,7 +167,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
         ({"rope_parameters": []}, "rope_parameters must be an object, got []"),
         ({"bos_token_id": 263}, "bos id 263 is not below the vocabulary size 263"),
         ({"bos_token_id": "x"}, "config.json: bos_token_id must be whole numbers >= 0, got 'x'"),
-        ({"vocab_size": 10**400}, "vocab_size must be in 1..2147483647, got 1000"),
+        ({"vocab_size": 10**400}, "vocab_size must be in 1..16777216, got 1000"),
     ],
 )
 def test_absurd_numbers(changes, named):

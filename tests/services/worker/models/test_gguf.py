@@ -170,7 +170,7 @@ def test_two_files_or_two_formats_are_ambiguous(file, source, load):
         load(file.parent)
     (file.parent / "other.gguf").write_bytes(b"")
     with pytest.raises(
-        ModelError, match="has 2 GGUF files \(other.gguf, tiny.gguf\); leave exactly one"
+        ModelError, match=r"has 2 GGUF files \(other.gguf, tiny.gguf\); leave exactly one"
     ):
         load(file.parent)
 

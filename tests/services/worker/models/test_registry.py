@@ -1,9 +1,12 @@
 import json
+import re
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.assets.checkpoints import make_random_checkpoint
+from services.worker.models.config import ModelError
+from tests.assets.checkpoints import RANDOM_CONFIG, make_random_checkpoint, random_tensors
 from tests.assets.gguf_checkpoint import make_gguf_checkpoint
 
 
@@ -50,3 +53,14 @@ def test_the_limit_is_the_model_len(tmp_path, load):
     folder = make_random_checkpoint(tmp_path)
     assert load(folder, max_model_len=77).config.max_model_len == 77
     assert load(folder).config.eos_token_ids == (258, 256)
+
+
+def test_weights_larger_than_the_memory_are_refused_before_they_are_read(tmp_path, load):
+    folder = make_random_checkpoint(tmp_path / "a")
+    file = make_gguf_checkpoint(folder, tmp_path / "g" / "a.gguf")
+    numbers = sum(tensor.numel() for tensor in random_tensors(RANDOM_CONFIG, 0).values())
+    for path in (folder, file):
+        said = f"{path}: its weights need 0 MiB in float32, 0 MiB are free"
+        with pytest.raises(ModelError, match=re.escape(said)):
+            load(path, memory_bytes=4 * numbers - 1)
+        assert load(path, memory_bytes=4 * numbers).config.num_layers == 2
