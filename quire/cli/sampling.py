@@ -55,7 +55,7 @@ def add_request_flags(parser: argparse.ArgumentParser) -> None:
         "--target",
         default=DEFAULT_TARGET,
         metavar="HOST:PORT",
-        help="the server (default: %(default)s)",
+        help="the server, or several joined by commas (default: %(default)s)",
     )
     parser.add_argument(
         "--json", action="store_true", help="prints one JSON object instead of the text"
