@@ -1,9 +1,9 @@
 """How much text one token can cover, so that what cannot fit is refused before it is encoded.
 
 Pure. A bound exists where every character of a text, but for a few known ones, ends up in some
-token and no token covers more than its own characters. It does not where a step drops text (a Strip, a
-split that removes the separators), where an unknown token swallows whole words, or where an added
-token takes the whitespace beside it along.
+token and no token covers more than its own characters. It does not where a step drops text (a
+Strip, a split that removes the separators), where an unknown token swallows whole words, or where
+an added token takes the whitespace beside it along.
 """
 
 import json
