@@ -12,6 +12,11 @@ COMMAND = Group(
             target="benchmarks.serve:COMMAND",
         ),
         Entry(
+            name="stalled-reader",
+            help="what a caller that stops reading costs the others",
+            target="benchmarks.stalled_reader:COMMAND",
+        ),
+        Entry(
             name="scheduler",
             help="cost of a step in the scheduler core",
             target="benchmarks.scheduler:COMMAND",
