@@ -13,7 +13,7 @@ from tests.behaviour.stack import STARVED_LIMITS, Stack, eventually
 all_ways = pytest.mark.parametrize("way", ALL_WAYS, ids=lambda way: way.value)
 
 SEATS = STARVED_LIMITS.max_num_seqs
-ABORT = 3
+LENGTH, ABORT = 2, 3
 
 
 async def leave_when(stack: Stack, way: Way, ask: Ask, reached: Callable[[], bool]) -> None:
@@ -108,10 +108,9 @@ async def test_b023_abort_of_a_waiting_request(starved: Stack) -> None:
         assert starved.core.loads().waiting == 1
         await line.abort(SEATS + 1)
         await line.abort(SEATS + 1)
-        assert await next_end(line) == (SEATS + 1, ABORT)
+        assert await ends(line, 1) == [(SEATS + 1, ABORT)]
         starved.script.go_on()
-        ends = [await next_end(line) for _ in range(SEATS)]
-    assert sorted(ends) == [(stream, 2) for stream in range(1, SEATS + 1)]
+        assert await ends(line, SEATS) == [(stream, LENGTH) for stream in range(1, SEATS + 1)]
 
 
 async def test_b023_aborts_of_ended_and_unknown_requests_are_nothing(
@@ -122,26 +121,26 @@ async def test_b023_aborts_of_ended_and_unknown_requests_are_nothing(
         await line.abort(77)
         await line.finish(78, 3)
         await line.submit(1, token_request(starved, Ask(prompt=(60,), max_tokens=2), "r1"))
-        assert await next_end(line) == (1, 2)
+        assert await ends(line, 1) == [(1, LENGTH)]
         await line.abort(1)
         await line.finish(1, 1)
         await line.submit(2, token_request(starved, Ask(prompt=(61,), max_tokens=2), "r1"))
-        assert await next_end(line) == (2, 2)
+        assert await ends(line, 1) == [(2, LENGTH)]
     assert starved.core.loads().accepted == accepted + 2
 
 
 async def test_b023_five_hundred_aborts_at_any_moment(starved: Stack) -> None:
     source = random.Random(23)
-    ends: dict[int, int] = {}
+    ended: dict[int, int] = {}
     accepted = starved.core.loads().accepted
     async with session(starved) as line, asyncio.TaskGroup() as tasks:
 
         async def read() -> None:
-            while len(ends) < 500:
+            while len(ended) < 500:
                 for stream, _, end in await line.batch():
                     if end is not None:
-                        assert stream not in ends, "a request ended twice"
-                        ends[stream] = end.reason
+                        assert stream not in ended, "a request ended twice"
+                        ended[stream] = end.reason
 
         tasks.create_task(read())
         for stream in range(1, 501):
@@ -154,11 +153,11 @@ async def test_b023_five_hundred_aborts_at_any_moment(starved: Stack) -> None:
             await line.abort(source.randint(max(1, stream - 12), stream))
             if stream > 24:
                 await line.abort(stream - 24)
-                await eventually(lambda oldest=stream - 24: oldest in ends)
+                await eventually(lambda oldest=stream - 24: oldest in ended)
         for stream in range(477, 501):
             await line.abort(stream)
-    assert sorted(ends) == list(range(1, 501))
-    assert {ABORT, 2} == set(ends.values())
+    assert sorted(ended) == list(range(1, 501))
+    assert {ABORT, LENGTH} == set(ended.values())
     assert starved.core.loads().accepted == accepted + 500
 
 
@@ -180,9 +179,9 @@ async def test_b023_callers_leave_at_any_moment(starved: Stack, way: Way) -> Non
         await asyncio.gather(*(one(ask) for ask in asks[start : start + 10]))
 
 
-async def next_end(line: Session) -> tuple[int, int]:
-    """Stream id and reason of the next request to end."""
-    while True:
-        for stream, _, end in await line.batch():
-            if end is not None:
-                return stream, end.reason
+async def ends(line: Session, count: int) -> list[tuple[int, int]]:
+    """Stream id and reason of the next so many requests to end, sorted."""
+    ended: list[tuple[int, int]] = []
+    while len(ended) < count:
+        ended += [(stream, end.reason) for stream, _, end in await line.batch() if end is not None]
+    return sorted(ended)

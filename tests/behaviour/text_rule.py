@@ -20,7 +20,8 @@ def expected_text(encoding: Encoding, ask: Any, answer: Any, context: Sequence[i
         encoding: of the model.
         ask: what was asked.
         answer: its ids and how it ended.
-        context: the prompt where the text goes on from it.
+        context: the prompt where the text goes on from it; it may end inside a character, but not
+            in bytes that are none.
     """
     ids = list(answer.token_ids)
     skip = ask.skip_special is not False
