@@ -1,4 +1,4 @@
-"""Between the wire messages and the scheduler's own types; only this file makes protobuf.
+"""Between the messages of callers and the scheduler's own types; workers' are in `worker_codec`.
 
 Everything that enters is checked once, here: after parsing, a value is valid as far as can be known
 without the attached workers' limits (those the core checks).
@@ -8,11 +8,10 @@ import math
 import secrets
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from types import MappingProxyType
 
 import numpy as np
 
-from quire.v1 import generation_pb2, info_pb2, token_pb2, worker_pb2
+from quire.v1 import generation_pb2, info_pb2, token_pb2
 from services.chassis.errors import (
     Aborted,
     AlreadyExists,
@@ -32,15 +31,10 @@ from services.scheduler.core.plan import (
     Limits,
     Loads,
     Refusal,
-    RowFailure,
     Sampling,
-    StepPlan,
-    StepResult,
     TokenArray,
-    WorkerSpec,
 )
-from services.scheduler.hashing import chain_root
-from services.scheduler.link_timings import LinkTimings, StepTimings
+from services.scheduler.link_timings import LinkTimings
 from services.scheduler.outbox import Delivery, End
 
 PROTOCOL_MAJOR = 1
@@ -48,19 +42,6 @@ PROTOCOL_MAJOR = 1
 
 _MAX_REQUEST_ID_BYTES = 128
 _MAX_STOP_TOKENS = 128
-
-_REGISTER_LIMITS = MappingProxyType(
-    {
-        "block_size": 1 << 12,
-        "num_blocks": 1 << 26,
-        "max_num_seqs": 1 << 14,
-        "max_num_batched_tokens": 1 << 24,
-        "max_model_len": 1 << 24,
-        "vocab_size": 1 << 24,
-        "max_in_flight": 16,
-    }
-)
-"""Largest values a worker may announce; tables are sized by them."""
 
 _FINISHED = {
     EndReason.STOP: generation_pb2.FINISH_REASON_STOP,
@@ -148,7 +129,7 @@ def parse_token_ids(message: generation_pb2.TokenIds, field: str) -> TokenArray:
     if message.packed and message.ids:
         raise InvalidArgument(field, "fill either packed or ids, not both")
     if message.packed:
-        return _column(message.packed, f"{field}.packed")
+        return parse_column(message.packed, f"{field}.packed")
     return np.array(message.ids, np.uint32)
 
 
@@ -167,7 +148,8 @@ def _parse_sampling(message: generation_pb2.SamplingParams, wrong: Violations) -
     )
 
 
-def _column(data: bytes, field: str) -> TokenArray:
+def parse_column(data: bytes, field: str) -> TokenArray:
+    """uint32 [n] of a packed column."""
     if len(data) % 4:
         raise InvalidArgument(field, f"must be whole uint32 values, got {len(data)} bytes")
     return np.frombuffer(data, "<u4")
@@ -175,7 +157,16 @@ def _column(data: bytes, field: str) -> TokenArray:
 
 def check_hello(hello: token_pb2.Hello) -> None:
     """Refuses a tokenizer that speaks another protocol."""
-    _check_major(hello.protocol_major)
+    check_major(hello.protocol_major)
+
+
+def check_major(major: int) -> None:
+    """Refuses another major version of a protocol than ours."""
+    if major != PROTOCOL_MAJOR:
+        raise FailedPrecondition(
+            f"protocol_major: this scheduler speaks {PROTOCOL_MAJOR}, got {major}",
+            reason="PROTOCOL_MAJOR",
+        )
 
 
 # Answers to callers
@@ -292,118 +283,6 @@ def _invalid(refusal: Refusal) -> InvalidArgument:
         reason=refusal.reason,
         metadata={"limit": str(refusal.limit), "got": str(refusal.got)},
     )
-
-
-# Workers
-
-
-def parse_register(message: worker_pb2.Register) -> tuple[WorkerSpec, str]:
-    """What a worker announces, and the name of its model.
-
-    Raises:
-        ServiceError: names the field at fault.
-    """
-    _check_major(message.protocol_major)
-    for field in ("worker_id", "instance_id", "model", "model_digest"):
-        if not getattr(message, field):
-            raise InvalidArgument(f"register.{field}", "must not be empty")
-    for field, most in _REGISTER_LIMITS.items():
-        got = getattr(message, field)
-        if not 1 <= got <= most:
-            raise InvalidArgument(f"register.{field}", f"must be from 1 to {most}, got {got}")
-    for token in message.eos_token_ids:
-        if token >= message.vocab_size:
-            raise InvalidArgument("register.eos_token_ids", f"{token} is outside the vocabulary")
-    spec = WorkerSpec(
-        worker_id=message.worker_id,
-        num_blocks=message.num_blocks,
-        block_size=message.block_size,
-        max_num_seqs=message.max_num_seqs,
-        max_num_batched_tokens=message.max_num_batched_tokens,
-        max_model_len=message.max_model_len,
-        vocab_size=message.vocab_size,
-        eos_token_ids=tuple(message.eos_token_ids),
-        max_in_flight=message.max_in_flight,
-        chain_root=chain_root(message.model_digest),
-    )
-    return spec, message.model
-
-
-def registered(spec: WorkerSpec, epoch: int, check_block_tables: bool) -> worker_pb2.AttachResponse:
-    """The answer to a registration."""
-    return worker_pb2.AttachResponse(
-        registered=worker_pb2.Registered(
-            epoch=epoch,
-            max_num_seqs=spec.max_num_seqs,
-            num_slots=spec.num_slots,
-            check_block_tables=check_block_tables,
-        )
-    )
-
-
-def step_message(plan: StepPlan) -> worker_pb2.AttachResponse:
-    """A step for the wire."""
-    return worker_pb2.AttachResponse(
-        step=worker_pb2.Step(
-            epoch=plan.epoch,
-            step_id=plan.step_id,
-            released_slots=plan.released_slots.astype("<u4").tobytes(),
-            new_requests=[
-                worker_pb2.NewRequest(
-                    slot=row.slot,
-                    token_ids=row.token_ids.astype("<u4", copy=False).tobytes(),
-                    prompt_len=row.prompt_len,
-                    num_computed=row.num_computed,
-                    temperature=row.sampling.temperature,
-                    top_p=row.sampling.top_p,
-                    top_k=row.sampling.top_k,
-                    seed=row.sampling.seed,
-                    traceparent=row.traceparent,
-                )
-                for row in plan.new_rows
-            ],
-            slots=plan.slots.astype("<u4").tobytes(),
-            num_tokens=plan.num_tokens.astype("<u4").tobytes(),
-            num_new_blocks=plan.num_new_blocks.astype("<u4").tobytes(),
-            new_block_ids=plan.new_block_ids.astype("<u4").tobytes(),
-            block_table_digest=plan.block_table_digest,
-        )
-    )
-
-
-def parse_result(message: worker_pb2.StepResult) -> tuple[StepResult, StepTimings]:
-    """A result from the wire, and where its time went.
-
-    Raises:
-        ServiceError: the columns are malformed.
-    """
-    refuse_unknown_fields(message)
-    result = StepResult(
-        epoch=message.epoch,
-        step_id=message.step_id,
-        counts=np.frombuffer(message.counts, np.uint8),
-        token_ids=_column(message.token_ids, "result.token_ids"),
-        failures=tuple(RowFailure(slot=e.slot, message=e.message) for e in message.errors),
-    )
-    timings = StepTimings(
-        wait_us=message.timings.wait_us,
-        execute_us=message.timings.execute_us,
-        idle_us=message.timings.idle_us,
-    )
-    return result, timings
-
-
-def worker_goodbye(reason: str) -> worker_pb2.AttachResponse:
-    """The last message of an attachment."""
-    return worker_pb2.AttachResponse(bye=token_pb2.Bye(reason=reason))
-
-
-def _check_major(major: int) -> None:
-    if major != PROTOCOL_MAJOR:
-        raise FailedPrecondition(
-            f"protocol_major: this scheduler speaks {PROTOCOL_MAJOR}, got {major}",
-            reason="PROTOCOL_MAJOR",
-        )
 
 
 # Facts

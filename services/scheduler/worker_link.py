@@ -12,7 +12,7 @@ from quire.v1 import worker_pb2, worker_pb2_grpc
 from services.chassis.errors import InvalidArgument, ServiceError
 from services.chassis.tasks import run_until_first_ends
 from services.chassis.unknown_fields import refuse_unknown_fields
-from services.scheduler import codec
+from services.scheduler import worker_codec
 from services.scheduler.engine_loop import EngineLoop, WorkerLink
 
 log = logging.getLogger(__name__)
@@ -42,10 +42,12 @@ class WorkerLinkServicer(worker_pb2_grpc.WorkerLinkServiceServicer):
         if first is None or first.WhichOneof("message") != "register":
             raise InvalidArgument("message", "the first message of a worker must be register")
         refuse_unknown_fields(first)
-        spec, model = codec.parse_register(first.register)
+        spec, model = worker_codec.parse_register(first.register)
         link = await self._loop.attach(spec, model, first.register.instance_id)
         try:
-            await context.write(codec.registered(link.spec, link.epoch, self._check_block_tables))
+            await context.write(
+                worker_codec.registered(link.spec, link.epoch, self._check_block_tables)
+            )
             await run_until_first_ends(_write(link, context), self._read(link, requests))
         except ServiceError as error:
             self._loop.lost(link, error.message)
@@ -60,7 +62,7 @@ class WorkerLinkServicer(worker_pb2_grpc.WorkerLinkServiceServicer):
             refuse_unknown_fields(message)
             kind = message.WhichOneof("message")
             if kind == "result":
-                result, timings = codec.parse_result(message.result)
+                result, timings = worker_codec.parse_result(message.result)
                 self._loop.result(link, result, timings)
             elif kind == "bye":
                 self._loop.lost(link, f"it said goodbye: {message.bye.reason}")
@@ -72,5 +74,5 @@ class WorkerLinkServicer(worker_pb2_grpc.WorkerLinkServiceServicer):
 async def _write(link: WorkerLink, context: Context) -> None:
     """Sends steps until the loop lets go of the worker, then goodbye."""
     while (step := await link.take()) is not None:
-        await context.write(codec.step_message(step))
-    await context.write(codec.worker_goodbye(link.end_reason or ""))
+        await context.write(worker_codec.step_message(step))
+    await context.write(worker_codec.goodbye(link.end_reason or ""))

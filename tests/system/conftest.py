@@ -31,13 +31,14 @@ class System:
 
 @contextlib.asynccontextmanager
 async def running_system(
-    flags: Mapping[str, Sequence[str]], *, model: Path | None = None
+    flags: Mapping[str, Sequence[str]], *, model: Path | None = None, workers: int = 1
 ) -> AsyncIterator[System]:
     """Starts the set with further flags by process; block tables are compared in every step.
 
     Args:
         flags: further flags by process.
         model: the model's folder, served as "tiny"; None for the demo model.
+        workers: how many.
     """
     name = "tiny"
     if model is None:
@@ -51,6 +52,7 @@ async def running_system(
         model=model,
         served_model_name=name,
         port=0,
+        workers=workers,
         flags={**flags, "scheduler": scheduler},
     )
     async with LocalSet(config) as local, AsyncClient(local.target) as client:

@@ -1,0 +1,130 @@
+"""Between the messages of the step link and the scheduler's own types.
+
+Everything that a worker says is checked here, as far as one message tells.
+"""
+
+from types import MappingProxyType
+
+import numpy as np
+
+from quire.v1 import token_pb2, worker_pb2
+from services.chassis.errors import InvalidArgument
+from services.chassis.unknown_fields import refuse_unknown_fields
+from services.scheduler.codec import check_major, parse_column
+from services.scheduler.core.plan import RowFailure, StepPlan, StepResult, WorkerSpec
+from services.scheduler.hashing import chain_root
+from services.scheduler.link_timings import StepTimings
+
+_REGISTER_LIMITS = MappingProxyType(
+    {
+        "block_size": 1 << 12,
+        "num_blocks": 1 << 26,
+        "max_num_seqs": 1 << 14,
+        "max_num_batched_tokens": 1 << 24,
+        "max_model_len": 1 << 24,
+        "vocab_size": 1 << 24,
+        "max_in_flight": 16,
+    }
+)
+"""Largest values a worker may announce; tables are sized by them."""
+
+
+def parse_register(message: worker_pb2.Register) -> tuple[WorkerSpec, str]:
+    """What a worker announces, and the name of its model.
+
+    Raises:
+        ServiceError: names the field at fault.
+    """
+    check_major(message.protocol_major)
+    for field in ("worker_id", "instance_id", "model", "model_digest"):
+        if not getattr(message, field):
+            raise InvalidArgument(f"register.{field}", "must not be empty")
+    for field, most in _REGISTER_LIMITS.items():
+        got = getattr(message, field)
+        if not 1 <= got <= most:
+            raise InvalidArgument(f"register.{field}", f"must be from 1 to {most}, got {got}")
+    for token in message.eos_token_ids:
+        if token >= message.vocab_size:
+            raise InvalidArgument("register.eos_token_ids", f"{token} is outside the vocabulary")
+    spec = WorkerSpec(
+        worker_id=message.worker_id,
+        num_blocks=message.num_blocks,
+        block_size=message.block_size,
+        max_num_seqs=message.max_num_seqs,
+        max_num_batched_tokens=message.max_num_batched_tokens,
+        max_model_len=message.max_model_len,
+        vocab_size=message.vocab_size,
+        eos_token_ids=tuple(message.eos_token_ids),
+        max_in_flight=message.max_in_flight,
+        chain_root=chain_root(message.model_digest),
+    )
+    return spec, message.model
+
+
+def registered(spec: WorkerSpec, epoch: int, check_block_tables: bool) -> worker_pb2.AttachResponse:
+    """The answer to a registration."""
+    return worker_pb2.AttachResponse(
+        registered=worker_pb2.Registered(
+            epoch=epoch,
+            max_num_seqs=spec.max_num_seqs,
+            num_slots=spec.num_slots,
+            check_block_tables=check_block_tables,
+        )
+    )
+
+
+def step_message(plan: StepPlan) -> worker_pb2.AttachResponse:
+    """A step for the wire."""
+    return worker_pb2.AttachResponse(
+        step=worker_pb2.Step(
+            epoch=plan.epoch,
+            step_id=plan.step_id,
+            released_slots=plan.released_slots.astype("<u4").tobytes(),
+            new_requests=[
+                worker_pb2.NewRequest(
+                    slot=row.slot,
+                    token_ids=row.token_ids.astype("<u4", copy=False).tobytes(),
+                    prompt_len=row.prompt_len,
+                    num_computed=row.num_computed,
+                    temperature=row.sampling.temperature,
+                    top_p=row.sampling.top_p,
+                    top_k=row.sampling.top_k,
+                    seed=row.sampling.seed,
+                    traceparent=row.traceparent,
+                )
+                for row in plan.new_rows
+            ],
+            slots=plan.slots.astype("<u4").tobytes(),
+            num_tokens=plan.num_tokens.astype("<u4").tobytes(),
+            num_new_blocks=plan.num_new_blocks.astype("<u4").tobytes(),
+            new_block_ids=plan.new_block_ids.astype("<u4").tobytes(),
+            block_table_digest=plan.block_table_digest,
+        )
+    )
+
+
+def parse_result(message: worker_pb2.StepResult) -> tuple[StepResult, StepTimings]:
+    """A result from the wire, and where its time went.
+
+    Raises:
+        ServiceError: the columns are malformed.
+    """
+    refuse_unknown_fields(message)
+    result = StepResult(
+        epoch=message.epoch,
+        step_id=message.step_id,
+        counts=np.frombuffer(message.counts, np.uint8),
+        token_ids=parse_column(message.token_ids, "result.token_ids"),
+        failures=tuple(RowFailure(slot=e.slot, message=e.message) for e in message.errors),
+    )
+    timings = StepTimings(
+        wait_us=message.timings.wait_us,
+        execute_us=message.timings.execute_us,
+        idle_us=message.timings.idle_us,
+    )
+    return result, timings
+
+
+def goodbye(reason: str) -> worker_pb2.AttachResponse:
+    """The last message of an attachment."""
+    return worker_pb2.AttachResponse(bye=token_pb2.Bye(reason=reason))
