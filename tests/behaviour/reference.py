@@ -37,7 +37,7 @@ def greedy(folder: Path, prompts: Sequence[Sequence[int]], length: int) -> list[
         for prompt in prompts:
             tokens, gap = list(prompt), float("inf")
             for _ in range(length):
-                best = model(torch.tensor([tokens])).logits[0, -1].topk(2)
+                best = model(torch.tensor([tokens]), use_cache=False).logits[0, -1].topk(2)
                 gap = min(gap, float(best.values[0] - best.values[1]))
                 tokens.append(int(best.indices[0]))
             output = tuple(tokens[len(prompt) :])

@@ -108,8 +108,8 @@ async def test_b013_random_bytes(scripted: Stack, scripted_words: Stack, kind: s
         for way in CHAT_WAYS if number % 4 < 2 else GENERATE_WAYS:
             await send(stack, way, Ask(prompt=prompt, max_tokens=len(output)))
 
-    for start in range(0, 200, 40):
-        await asyncio.gather(*(one(number) for number in range(start, start + 40)))
+    for start in range(0, 200, 50):
+        await asyncio.gather(*(one(number) for number in range(start, start + 50)))
 
 
 @generate_ways

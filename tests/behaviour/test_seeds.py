@@ -88,9 +88,8 @@ async def starved_model(
 async def test_ids_equal_the_reference_alone_and_beside_others(
     roomy: Stack, references: list[Greedy], way: Way
 ) -> None:
-    for batch in (1, 3, len(references)):
-        for start in range(0, len(references), batch):
-            await check(roomy, references[start : start + batch], way)
+    for batch in (references[:1], references[1:2], references[:3], references):
+        await check(roomy, batch, way)
     counters = (await roomy.loads()).counters
     assert (counters.preemptions, counters.prefix_hit_tokens) == (0, 0)
 
@@ -126,7 +125,7 @@ async def test_b028_preemption_does_not_change_the_draws(
     asks = [
         Ask(
             prompt="".join(chr(97 + (number + place) % 26) for place in range(size)),
-            max_tokens=24,
+            max_tokens=16,
             temperature=1.0,
             seed=7,
             ignore_eos=True,
@@ -142,7 +141,7 @@ async def test_b028_preemption_does_not_change_the_draws(
     # The draws do differ between prompts, and are not the greedy ids.
     assert len({answer.token_ids for answer in with_room}) == len(asks)
     greedy_answer = await send(
-        roomy, way, Ask(prompt=asks[0].prompt, max_tokens=24, ignore_eos=True)
+        roomy, way, Ask(prompt=asks[0].prompt, max_tokens=16, ignore_eos=True)
     )
     assert greedy_answer.token_ids != with_room[0].token_ids
     assert {answer.seed for answer in with_room} == {7}
