@@ -79,8 +79,7 @@ class SessionCall:
         self.credits = 0
         self.welcomed = False
         self._mismatch: FailedPrecondition | None = None
-        self.serving = False
-        """Whether the scheduler can serve requests now."""
+        self._scheduler_serves = False
         self.streams: dict[int, TokenStream] = {}
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._options = options
@@ -91,6 +90,11 @@ class SessionCall:
         self._last_id = 0
         self._left = False
         self._said_goodbye = asyncio.Event()
+
+    @property
+    def serving(self) -> bool:
+        """Whether requests can be served now: the scheduler says so, and serves this model."""
+        return self._scheduler_serves and self._mismatch is None
 
     def send(self, message: token_pb2.SessionRequest) -> None:
         """Queues a message that needs no credit."""
@@ -126,11 +130,10 @@ class SessionCall:
                     await self._answer_goodbye()
                     self._end(f"it said goodbye: {message.bye.reason}")
                     return
-                if message.HasField("readiness"):
-                    self.serving = message.readiness.serving
-                    await on_serving(self.serving)
-                    continue
+                before = self.serving
                 self._take(message)
+                if self.serving != before:
+                    await on_serving(self.serving)
             self._end("it ended the stream without goodbye")
         except TimeoutError:
             self._end(f"it did not accept the session within {self._options.welcome_s:g} s")
@@ -198,7 +201,7 @@ class SessionCall:
             )
         self.credits = welcome.credits
         self.welcomed = True
-        self.serving = not welcome.HasField("readiness") or welcome.readiness.serving
+        self._scheduler_serves = not welcome.HasField("readiness") or welcome.readiness.serving
         if welcome.HasField("limits"):
             self._take_limits(welcome.limits)
 
@@ -208,6 +211,8 @@ class SessionCall:
                 self._take_batch(message.batch)
             case "limits":
                 self._take_limits(message.limits)
+            case "readiness":
+                self._scheduler_serves = message.readiness.serving
             case other:
                 raise ValueError(f"unexpected {other or 'empty message'}")
 

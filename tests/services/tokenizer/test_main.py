@@ -12,7 +12,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from quire.v1 import generation_pb2, text_pb2, text_pb2_grpc
+from quire.v1 import generation_pb2, text_pb2, text_pb2_grpc, token_pb2
 from services.chassis.process import StartupError
 from services.tokenizer.__main__ import serve
 from services.tokenizer.settings import TokenizerSettings
@@ -21,6 +21,7 @@ from tests.fakes.scheduler import FakeScheduler, default_limits
 
 ROOT = Path(__file__).parents[3]
 SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 STOP = generation_pb2.FINISH_REASON_STOP
 
 # As in an environment without torch: not found, rather than broken.
@@ -105,7 +106,7 @@ async def test_readiness_follows_the_session(folder: Path, sockets: Path) -> Non
             await client.until_health_is(SERVING)
             assert await client.health("") == SERVING
             await scheduler.die()
-            await client.until_health_is(health_pb2.HealthCheckResponse.NOT_SERVING)
+            await client.until_health_is(NOT_SERVING)
             assert await client.health("") == SERVING
             await scheduler.start()
             await client.until_health_is(SERVING)
@@ -125,7 +126,7 @@ async def test_a_drain_finishes_what_runs_and_refuses_what_comes(
         got[0].emit(*byte_ids(b"a"))
         assert (await calls[0].read()).text == "a"
         stopping.set()
-        await client.until_health_is(health_pb2.HealthCheckResponse.NOT_SERVING)
+        await client.until_health_is(NOT_SERVING)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await client.text.Generate(ask()).read()
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
@@ -162,6 +163,7 @@ async def test_names_and_defaults_come_from_settings_and_files(
     config = {"temperature": 0.25, "top_k": 7}
     folder = write_folder(tmp_path / "named", byte_level(), generation_config=config)
     async with scheduler_at(sockets) as scheduler:
+        scheduler.limits.model = "named"
         async with serving(settings(folder, sockets)) as (client, _):
             await client.until_health_is(SERVING)
             assert (await client.text.GetInfo(text_pb2.GetInfoRequest())).model == "named"
@@ -169,10 +171,29 @@ async def test_names_and_defaults_come_from_settings_and_files(
             sampling = (await scheduler.next_submission()).request.sampling
             assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.25, 1.0, 7)
             call.cancel()
+        scheduler.limits.model = "other"
         served = settings(folder, sockets, served_model_name="other")
         async with serving(served) as (client, _):
             await client.until_health_is(SERVING)
             assert (await client.text.GetInfo(text_pb2.GetInfoRequest())).model == "other"
+
+
+async def test_it_is_not_ready_while_the_scheduler_serves_another_model_or_nothing(
+    folder: Path, sockets: Path
+) -> None:
+    async with scheduler_at(sockets) as scheduler:
+        async with serving(settings(folder, sockets)) as (client, _):
+            await client.until_health_is(SERVING)
+            other = default_limits()
+            other.model = "another"
+            scheduler.session.send(limits=other)
+            await client.until_health_is(NOT_SERVING)
+            scheduler.session.send(limits=default_limits())
+            await client.until_health_is(SERVING)
+            scheduler.session.send(readiness=token_pb2.Readiness(serving=False))
+            await client.until_health_is(NOT_SERVING)
+            scheduler.session.send(readiness=token_pb2.Readiness(serving=True))
+            await client.until_health_is(SERVING)
 
 
 async def test_it_may_be_told_to_stop_while_it_loads(folder: Path, sockets: Path) -> None:
@@ -231,7 +252,7 @@ async def test_the_process_needs_no_torch_answers_and_ends_in_order(
                 call = client.text.Chat(text_pb2.ChatRequest(messages=messages))
                 got = await scheduler.next_submission()
                 process.send_signal(signal.SIGTERM)
-                await client.until_health_is(health_pb2.HealthCheckResponse.NOT_SERVING)
+                await client.until_health_is(NOT_SERVING)
                 got.end(*byte_ids(b"Paris."), 2, reason=STOP, stop_token_id=2, completion=7)
                 answer = await call.read()
             _, errors = await asyncio.wait_for(process.communicate(), 30)
@@ -254,7 +275,7 @@ async def test_the_process_says_what_is_wrong_in_one_line(tmp_path: Path, socket
     lines = errors.decode().splitlines()
     assert process.returncode == 2
     assert len(lines) == 1, lines
-    assert lines[0].startswith(f"{folder}/tokenizer.json: cannot be loaded: ")
+    assert lines[0].startswith(f"{folder}/tokenizer.json: is not JSON: ")
 
 
 async def test_hidden_torch_is_really_hidden(sockets: Path) -> None:
