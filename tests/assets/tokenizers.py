@@ -1,6 +1,7 @@
 """Small tokenizers of every kind, and model folders that hold them."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -57,12 +58,12 @@ def written(text: str) -> str:
     return "".join(alphabet[byte] for byte in text.encode())
 
 
-def byte_level(*, bos: bool = False) -> Tokenizer:
+def byte_level(*, bos: bool = False, more: Iterable[str] = ()) -> Tokenizer:
     """256 bytes, four special tokens in front, some whole words behind, a merge, lone digits."""
     alphabet = byte_alphabet()
     vocab = {token: index for index, token in enumerate(SPECIAL)}
     vocab |= {alphabet[byte]: FIRST_BYTE + byte for byte in range(256)}
-    for piece in (*(written(piece) for piece in PIECES), "ĊĊ", "12"):
+    for piece in (*(written(piece) for piece in PIECES), "ĊĊ", "12", *map(written, more)):
         vocab.setdefault(piece, len(vocab))
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[("Ċ", "Ċ"), ("1", "2")]))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

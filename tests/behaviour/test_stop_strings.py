@@ -2,17 +2,23 @@
 
 import asyncio
 import itertools
+from collections.abc import AsyncIterator
 
 import pytest
 
+from tests.assets.byte_tokenizer import CHAT_TEMPLATE
+from tests.assets.tokenizers import byte_level, write_folder
+from tests.behaviour import oracles
 from tests.behaviour.doors import TEXT_WAYS, Ask, Way, send
 from tests.behaviour.pieces import Pieces, cuts
-from tests.behaviour.stack import Stack
+from tests.behaviour.sets import scripted_stack
+from tests.behaviour.stack import SCRIPTED_LIMITS, Stack
 
 text_ways = pytest.mark.parametrize("way", TEXT_WAYS, ids=lambda way: way.value)
 
 # The successor model says "ABC" "DEF" "GHI" "inj" "ury." <end_turn> "?\n" "..." after it.
 LINE = "go\n"
+STOP = "END!"
 
 
 @text_ways
@@ -26,24 +32,45 @@ async def test_b001_stop_string_over_several_tokens(
     assert answer.token_ids == output[:4]
 
 
+@pytest.fixture(scope="module")
+def in_parts() -> list[tuple[tuple[str, ...], str]]:
+    """Every cut of a stop string into two and three tokens, with text glued to both ends."""
+    found = []
+    glues = itertools.product(("", "x", "EN"), ("", "y"))
+    for (before, after), parts in itertools.product(glues, (2, 3)):
+        for first, *middle, last in cuts(STOP, parts):
+            found.append(((before + first, *middle, last + after), before))
+    return found
+
+
+@pytest.fixture(scope="module")
+async def scripted_parts(
+    in_parts: list[tuple[tuple[str, ...], str]], tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[tuple[Stack, Pieces]]:
+    """A set whose tokenizer has each of these parts as one token, and their ids."""
+    tokenizer = byte_level(more=sorted({part for parts, _ in in_parts for part in parts}))
+    folder = tmp_path_factory.mktemp("t") / "parts"
+    write_folder(folder, tokenizer, template=CHAT_TEMPLATE)
+    async with scripted_stack(tmp_path_factory.mktemp("s"), folder, SCRIPTED_LIMITS) as stack:
+        yield stack, Pieces(tokenizer)
+
+
 @text_ways
-@pytest.mark.parametrize("parts", [2, 3])
 async def test_b001_every_cut_of_the_stop_string(
-    scripted: Stack, pieces: Pieces, way: Way, parts: int
+    scripted_parts: tuple[Stack, Pieces],
+    in_parts: list[tuple[tuple[str, ...], str]],
+    way: Way,
 ) -> None:
-    stop = "beta gamma"
+    stack, ids = scripted_parts
 
-    async def one(cut: tuple[str, ...], before: str, after: str) -> None:
-        # Cut into groups of bytes: a part is what comes within one message or several.
-        glued = [*cut]
-        glued[0], glued[-1] = before + glued[0], glued[-1] + after
-        output = [token for part in glued for token in pieces.bytes(part)]
-        ask = Ask(prompt=scripted.prompt_for(output), stops=(stop,), max_tokens=len(output))
-        answer = await send(scripted, way, ask)
-        assert (answer.text, answer.stop_string) == (before, stop)
+    async def one(parts: tuple[str, ...], before: str) -> None:
+        ask = Ask(prompt=stack.prompt_for(ids(*parts)), stops=(STOP,), max_tokens=9)
+        answer = await send(stack, way, ask)
+        assert (answer.text, answer.stop_string) == (before, STOP)
+        assert answer.token_ids == ids(*parts)
 
-    glues = itertools.product(("", "x", "bet"), ("", "y"))
-    await asyncio.gather(*(one(cut, *glue) for cut in cuts(stop, parts)[:4] for glue in glues))
+    await asyncio.gather(*(one(*each) for each in in_parts))
+    await oracles.check(stack)
 
 
 @text_ways
