@@ -78,7 +78,7 @@ class StopMatcher:
     Args:
         visible: strings to look for in the text that shows.
         raw: strings to look for in the text with the hidden parts in it.
-        include: whether the string found is released too, as far as it shows.
+        include: whether the string found is released too, its hidden parts included.
     """
 
     def __init__(
@@ -147,7 +147,9 @@ class StopMatcher:
             self.found, length = visible, len(visible or "")
         else:
             self.found, length = raw, shown_of_raw
-        released = self._held[: end if self._include else end - length]
+        released = self._held[: end - length]
+        if self._include:
+            released += self.found or ""
         self._held = ""
         return released
 

@@ -32,6 +32,8 @@ MAX_MESSAGES = 4096
 MAX_ROLE_CHARACTERS = 64
 CONTEXT_LENGTH = "CONTEXT_LENGTH"
 """ErrorInfo reason of a request that is longer than the model's context."""
+EXCEEDS_KV_CAPACITY = "EXCEEDS_KV_CAPACITY"
+"""ErrorInfo reason of a request that no worker's KV cache can hold."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +147,7 @@ class Validator:
     def prompt(
         self, ids: Sequence[int], field: str, options: ValidOptions, limits: Limits | None
     ) -> None:
-        """Checks an encoded prompt against the context.
+        """Checks an encoded prompt against the context and the KV cache.
 
         Args:
             ids: the prompt, as the model is given it.
@@ -178,6 +180,7 @@ class Validator:
                 longest,
                 f"is {options.max_tokens}, with {size} prompt tokens {got}",
             )
+        _check_kv_capacity(field, size, options, limits.kv_capacity_tokens)
 
     def _num_ids(self, limits: Limits | None) -> int:
         return self.vocab_size if limits is None else limits.vocab_size
@@ -275,6 +278,33 @@ def _check_prompt_size(field: str, size: int, limits: Limits) -> None:
             limits.max_model_len,
             f"has {size} tokens, and at least one is to be generated",
         )
+
+
+def _check_kv_capacity(field: str, size: int, options: ValidOptions, capacity: int) -> None:
+    """As the scheduler will, but with the field's name at this door."""
+    # The last token is sampled and never computed, so it needs no place in the cache.
+    room = capacity + 1 - size
+    if room < 1:
+        raise _over_capacity(field, size, capacity, f"has {size} tokens", capacity)
+    if len(options.resumed) > room:
+        got = len(options.resumed)
+        text = f"has {got} tokens, with {size} prompt tokens {size + got}"
+        raise _over_capacity("resume.token_ids", got, room, text, capacity)
+    if options.max_tokens is not None and options.max_tokens > room:
+        got = options.max_tokens
+        text = f"is {got}, with {size} prompt tokens at most {room} fit"
+        raise _over_capacity("stopping.max_tokens", got, room, text, capacity)
+
+
+def _over_capacity(
+    field: str, got: int, limit: int, description: str, capacity: int
+) -> InvalidArgument:
+    return InvalidArgument(
+        field,
+        f"{description}; the KV cache holds {capacity} tokens",
+        reason=EXCEEDS_KV_CAPACITY,
+        metadata={"limit": str(limit), "got": str(got)},
+    )
 
 
 def _check_request_id(request_id: str) -> None:

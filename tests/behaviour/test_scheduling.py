@@ -46,6 +46,7 @@ async def test_b026_a_prompt_larger_than_the_pool_is_refused(narrow: Stack, way:
     assert refused.code is grpc.StatusCode.INVALID_ARGUMENT
     assert (refused.reason, refused.parts) == ("EXCEEDS_KV_CAPACITY", 0)
     assert refused.numbers == {"limit": POOL, "got": 100}
+    assert refused.field in ("prompt", "text", "messages", "request.prompt")
     assert str(POOL) in refused.message
     for answer in answers:
         assert not isinstance(answer, BaseException)

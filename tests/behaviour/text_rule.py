@@ -92,5 +92,6 @@ def _until_stop(
             stop = max(found, key=len)
             hidden = len([1 for _, shown in pieces[len(raw) - len(stop) : len(raw)] if not shown])
             length = len(stop) - hidden if stop in naming else len(stop)
-            return visible[: len(visible) - length], stop, visible
+            before = visible[: len(visible) - length]
+            return before, stop, before + stop
     return visible, None, visible

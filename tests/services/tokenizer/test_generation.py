@@ -232,15 +232,15 @@ def test_the_token_that_ends_shows_where_it_is_asked_for(
     [
         ("<end_turn>", False, False, "alpha"),
         ("<end_turn>", True, False, "alpha<end_turn>"),
-        ("<end_turn>", True, True, "alpha"),
+        ("<end_turn>", True, True, "alpha<end_turn>"),
         ("pha<end_turn>m", False, False, "al"),
         ("pha<end_turn>m", True, False, "alpha<end_turn>m"),
-        ("pha<end_turn>m", True, True, "alpham"),
+        ("pha<end_turn>m", True, True, "alpha<end_turn>m"),
         ("ham", True, False, "alpha<end_turn>ma"),
         ("ham", True, True, "alpham"),
     ],
 )
-def test_a_stop_string_with_a_special_token_shows_as_far_as_that_does(
+def test_a_stop_string_that_is_kept_shows_whole(
     stop: str, include: bool, skip: bool, text: str, size: int
 ) -> None:
     tokens = [*ids("alpha"), END_TURN, *ids("ma")]
