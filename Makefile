@@ -32,8 +32,13 @@ model: $(STAMP) ## the demo model, into QUIRE_HOME (default ~/.cache/quire)
 demo: model ## all services up, one streamed answer, down again
 	@$(BIN)/quire demo
 
-test: model ## all tests; ARGS="-k name" goes to pytest
+test: model ## all tests; with ARGS="-k name" those, in one process
+ifdef ARGS
 	@$(BIN)/python -m pytest $(ARGS)
+else
+	@$(BIN)/python -m pytest -n auto --dist loadfile -m "not system" && echo "now those that start services" && \
+	  $(BIN)/python -m pytest -m system
+endif
 
 check: check-lint check-types check-imports check-stubs check-compose ## lint, types, import rules, stubs, compose
 

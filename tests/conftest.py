@@ -6,7 +6,7 @@ import random
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 
 # Read once, when the libraries are imported, so before any test module is.
-os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("OMP_NUM_THREADS", "1" if "PYTEST_XDIST_WORKER" in os.environ else "2")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 

@@ -7,9 +7,9 @@ Wiring, top to bottom:
                      └─► sampling defaults ──┘            │         health: session up
     scheduler ◄══ Session ══► SchedulerLink ──────────────┘
 
-Ready means: the tokenizer is loaded, the session with the scheduler stands, and that can serve. On SIGTERM: not
-ready, new calls refused, running ones finish within --drain-timeout, goodbye to the scheduler, and
-exit 0.
+Ready means: the tokenizer is loaded, the session with the scheduler stands, and that can serve. On
+SIGTERM: not ready, new calls refused, running ones finish within --drain-timeout, goodbye to the
+scheduler, and exit 0.
 """
 
 import asyncio

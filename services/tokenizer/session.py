@@ -39,12 +39,10 @@ class SchedulerLink:
 
     Args:
         options: where and how.
-        on_serving: told whether requests can be served: a session stands, and its scheduler says so.
+        on_serving: told whether requests can be served: a session stands, whose scheduler says so.
     """
 
-    def __init__(
-        self, options: LinkOptions, on_serving: Callable[[bool], Awaitable[None]]
-    ) -> None:
+    def __init__(self, options: LinkOptions, on_serving: Callable[[bool], Awaitable[None]]) -> None:
         self._options = options
         self._on_serving = on_serving
         self._instance_id = uuid.uuid4().hex
@@ -128,8 +126,9 @@ class SchedulerLink:
     async def _hold(self, session: SessionCall) -> str:
         """Runs one session to its end and says why it ended."""
         async with asyncio.TaskGroup() as tasks:
+            reading = session.read(self._instance_id, self._welcomed, self._on_serving)
             running = [
-                tasks.create_task(session.read(self._instance_id, self._welcomed, self._on_serving)),
+                tasks.create_task(reading),
                 tasks.create_task(session.write()),
                 tasks.create_task(session.leave_on(self._stopping)),
             ]

@@ -1,7 +1,7 @@
 """The whole system gives the token ids of an independent implementation.
 
-All prompts at once, each twice, through tokenizer, scheduler and worker processes, with chunked
-prefill, prefix hits, and a KV cache so small that requests are preempted; on one worker and on two.
+All prompts at once through tokenizer, scheduler and worker processes, with chunked prefill: on one
+worker each twice, with prefix hits and a KV cache so small that requests are preempted; and on two.
 """
 
 import asyncio
@@ -36,16 +36,17 @@ async def test_token_ids_equal_the_reference_under_pressure(workers: int) -> Non
     lengths = sorted(len(case["prompt"]) for case in cases)
     assert len(cases) >= 64
     assert sum(1000 <= length <= 2000 for length in lengths) >= 4
-    twice = [case for case in cases for _ in range(2)]
+    # On two workers the prompts come once: it is where they run that matters there.
+    asked = [case for case in cases for _ in range(2 if workers == 1 else 1)]
     params = SamplingParams(temperature=0.0, max_tokens=reference["max_new_tokens"])
     # 136 blocks of 16 tokens, 720 KiB each: hardly more than the longest prompt needs.
     worker = ("--kv-cache-memory=97920KiB", "--max-num-seqs=48", "--max-num-batched-tokens=256")
     async with running_system({"worker": worker}, workers=workers) as system:
         completions = await asyncio.gather(
-            *(system.client.complete(case["prompt"], params) for case in twice)
+            *(system.client.complete(case["prompt"], params) for case in asked)
         )
         loads = await system.loads()
-    for case, completion in zip(twice, completions, strict=True):
+    for case, completion in zip(asked, completions, strict=True):
         position = first_difference(completion.token_ids, case["output"])
         if position is None:
             assert completion.finish_reason == case["finish"]
@@ -55,8 +56,9 @@ async def test_token_ids_equal_the_reference_under_pressure(workers: int) -> Non
             f"where the two highest logits are {case['gaps'][position]} apart"
         )
     counters = loads.counters
-    assert counters.preemptions > 0 or workers > 1
-    assert counters.prefix_hit_tokens > 0
+    if workers == 1:
+        assert counters.preemptions > 0
+        assert counters.prefix_hit_tokens > 0
     assert counters.mixed_steps > 0
     assert counters.chunked_prefills > 0
     assert len(loads.workers) == workers

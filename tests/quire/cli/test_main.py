@@ -264,7 +264,7 @@ async def test_a_start_is_light() -> None:
 
 
 def test_the_package_shows_what_it_has() -> None:
-    assert package.__all__ == sorted(package.__all__)
+    assert len(package.__all__) == len(set(package.__all__))
     for name in package.__all__:
         assert getattr(package, name) is not None
     with pytest.raises(AttributeError, match="'quire' has no attribute 'nonsense'"):

@@ -18,8 +18,10 @@ def test_host_and_port(address, parts):
 
 @pytest.mark.parametrize(
     "address",
-    ["", "foo", ":50052", "a:", "a:x", "a:-1", "a:65536", "a:²", "::1:5", "[]:5", "a b:5"]
-    + ["http://a:5", "a,b:5", "unix:foo:5/x", "a\n:5", "a:5 ", "a:000000005"],
+    [
+        *("", "foo", ":50052", "a:", "a:x", "a:-1", "a:65536", "a:²", "::1:5", "[]:5", "a b:5"),
+        *("http://a:5", "a,b:5", "unix:foo:5/x", "a\n:5", "a:5 ", "a:000000005"),
+    ],
 )
 def test_what_is_no_address(address):
     assert split_host_port(address) is None

@@ -181,19 +181,21 @@ async def test_names_and_defaults_come_from_settings_and_files(
 async def test_it_is_not_ready_while_the_scheduler_serves_another_model_or_nothing(
     folder: Path, sockets: Path
 ) -> None:
-    async with scheduler_at(sockets) as scheduler:
-        async with serving(settings(folder, sockets)) as (client, _):
-            await client.until_health_is(SERVING)
-            other = default_limits()
-            other.model = "another"
-            scheduler.session.send(limits=other)
-            await client.until_health_is(NOT_SERVING)
-            scheduler.session.send(limits=default_limits())
-            await client.until_health_is(SERVING)
-            scheduler.session.send(readiness=token_pb2.Readiness(serving=False))
-            await client.until_health_is(NOT_SERVING)
-            scheduler.session.send(readiness=token_pb2.Readiness(serving=True))
-            await client.until_health_is(SERVING)
+    async with (
+        scheduler_at(sockets) as scheduler,
+        serving(settings(folder, sockets)) as (client, _),
+    ):
+        await client.until_health_is(SERVING)
+        other = default_limits()
+        other.model = "another"
+        scheduler.session.send(limits=other)
+        await client.until_health_is(NOT_SERVING)
+        scheduler.session.send(limits=default_limits())
+        await client.until_health_is(SERVING)
+        scheduler.session.send(readiness=token_pb2.Readiness(serving=False))
+        await client.until_health_is(NOT_SERVING)
+        scheduler.session.send(readiness=token_pb2.Readiness(serving=True))
+        await client.until_health_is(SERVING)
 
 
 async def test_it_may_be_told_to_stop_while_it_loads(folder: Path, sockets: Path) -> None:

@@ -258,7 +258,7 @@ async def test_an_abort_that_nobody_asked_for_is_an_error(service: Any) -> None:
 
 async def test_a_large_answer_and_a_large_prompt_pass(service: Any) -> None:
     limits = default_limits()
-    limits.max_model_len = 3_000_000
+    limits.max_model_len = limits.kv_capacity_tokens = 3_000_000
     async with service() as running:
         running.scheduler.session.send(limits=limits)
         await eventually(lambda: running.link.limits.max_model_len == 3_000_000)
