@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 
 import uvloop
 
+from services.chassis.logs import told
 from services.chassis.settings import SettingsError
 from services.chassis.tasks import first_leaf
 
@@ -50,14 +51,10 @@ def run_process(main: Callable[[asyncio.Event], Awaitable[None]]) -> int:
     if problem is None:
         return 0
     text = str(problem)
-    sys.stderr.write(f"{_one_line(text) if isinstance(problem, StartupError) else text}\n")
+    # What a file says may stand in it: nothing of that may break the line or the terminal.
+    line = told(text, _LONGEST_LINE) if isinstance(problem, StartupError) else text
+    sys.stderr.write(f"{line}\n")
     return EXIT_USAGE
-
-
-def _one_line(text: str) -> str:
-    """What a file says may stand in it: nothing of that may break the line or the terminal."""
-    shown = "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text)
-    return shown if len(shown) <= _LONGEST_LINE else f"{shown[:_LONGEST_LINE]} …"
 
 
 def settle_memory() -> None:

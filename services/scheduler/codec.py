@@ -42,6 +42,7 @@ PROTOCOL_MAJOR = 1
 
 _MAX_REQUEST_ID_BYTES = 128
 _MAX_STOP_TOKENS = 128
+_MAX_NAME_CHARACTERS = 256
 
 _FINISHED = {
     EndReason.STOP: generation_pb2.FINISH_REASON_STOP,
@@ -156,8 +157,18 @@ def parse_column(data: bytes, field: str) -> TokenArray:
 
 
 def check_hello(hello: token_pb2.Hello) -> None:
-    """Refuses a tokenizer that speaks another protocol."""
+    """Refuses a tokenizer that speaks another protocol, or whose names cannot be told."""
     check_major(hello.protocol_major)
+    for field in ("instance_id", "tokenizer_digest"):
+        check_name(getattr(hello, field), f"hello.{field}")
+
+
+def check_name(name: str, field: str) -> None:
+    """Refuses a name that would not stand on one line of a log."""
+    if len(name) > _MAX_NAME_CHARACTERS or not name.isprintable():
+        raise InvalidArgument(
+            field, f"must be at most {_MAX_NAME_CHARACTERS} printable characters, got {len(name)}"
+        )
 
 
 def check_major(major: int) -> None:

@@ -267,7 +267,8 @@ class EngineLoop:
             if not self._core.compatible(spec) or self.model not in ("", model):
                 taken.set_exception(
                     FailedPrecondition(
-                        "model, model digest and block size must equal the attached workers'"
+                        "model, model digest, block size, vocabulary and end-of-sequence tokens "
+                        "must equal the attached workers'"
                     )
                 )
                 return None

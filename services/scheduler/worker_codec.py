@@ -10,15 +10,17 @@ import numpy as np
 from quire.v1 import token_pb2, worker_pb2
 from services.chassis.errors import InvalidArgument
 from services.chassis.unknown_fields import refuse_unknown_fields
-from services.scheduler.codec import check_major, parse_column
+from services.scheduler.codec import check_major, check_name, parse_column
 from services.scheduler.core.plan import RowFailure, StepPlan, StepResult, WorkerSpec
 from services.scheduler.hashing import chain_root
 from services.scheduler.link_timings import StepTimings
 
+_MAX_EOS_TOKENS = 4096
+
 _REGISTER_LIMITS = MappingProxyType(
     {
         "block_size": 1 << 12,
-        "num_blocks": 1 << 26,
+        "num_blocks": 1 << 24,
         "max_num_seqs": 1 << 14,
         "max_num_batched_tokens": 1 << 24,
         "max_model_len": 1 << 24,
@@ -39,10 +41,16 @@ def parse_register(message: worker_pb2.Register) -> tuple[WorkerSpec, str]:
     for field in ("worker_id", "instance_id", "model", "model_digest"):
         if not getattr(message, field):
             raise InvalidArgument(f"register.{field}", "must not be empty")
+        check_name(getattr(message, field), f"register.{field}")
     for field, most in _REGISTER_LIMITS.items():
         got = getattr(message, field)
         if not 1 <= got <= most:
             raise InvalidArgument(f"register.{field}", f"must be from 1 to {most}, got {got}")
+    if len(message.eos_token_ids) > _MAX_EOS_TOKENS:
+        raise InvalidArgument(
+            "register.eos_token_ids",
+            f"must be at most {_MAX_EOS_TOKENS}, got {len(message.eos_token_ids)}",
+        )
     for token in message.eos_token_ids:
         if token >= message.vocab_size:
             raise InvalidArgument("register.eos_token_ids", f"{token} is outside the vocabulary")

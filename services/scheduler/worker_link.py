@@ -10,6 +10,7 @@ from typing import Any
 
 from quire.v1 import worker_pb2, worker_pb2_grpc
 from services.chassis.errors import InvalidArgument, ServiceError
+from services.chassis.logs import told
 from services.chassis.tasks import run_until_first_ends
 from services.chassis.unknown_fields import refuse_unknown_fields
 from services.scheduler import worker_codec
@@ -65,7 +66,7 @@ class WorkerLinkServicer(worker_pb2_grpc.WorkerLinkServiceServicer):
                 result, timings = worker_codec.parse_result(message.result)
                 self._loop.result(link, result, timings)
             elif kind == "bye":
-                self._loop.lost(link, f"it said goodbye: {message.bye.reason}")
+                self._loop.lost(link, f"it said goodbye: {told(message.bye.reason)}")
                 return
             else:
                 raise InvalidArgument("message", f"{kind or 'nothing'} is out of place here")

@@ -173,15 +173,11 @@ def limits_from_proto(limits: token_pb2.ModelLimits) -> Limits | None:
     )
 
 
-def end_from_proto(finished: token_pb2.TokenFinished) -> TokenEnd:
-    """The end of a request.
-
-    Raises:
-        ValueError: the reason is none that this version knows.
-    """
+def end_from_proto(finished: token_pb2.TokenFinished) -> TokenEnd | None:
+    """The end of a request; None where the reason is none that this version knows."""
     reason = _REASONS.get(finished.reason)
     if reason is None:
-        raise ValueError(f"finish reason {finished.reason} is unknown")
+        return None
     has_stop = finished.HasField("stop_token_id")
     return TokenEnd(
         reason=reason,

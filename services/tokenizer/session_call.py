@@ -17,9 +17,10 @@ from google.rpc import status_pb2
 
 from quire.v1 import token_pb2
 from services.chassis.channel import MAX_MESSAGE_BYTES
-from services.chassis.errors import FailedPrecondition, InvalidArgument, RemoteError
+from services.chassis.errors import FailedPrecondition, Internal, InvalidArgument, RemoteError
+from services.chassis.logs import told
 from services.tokenizer import codec
-from services.tokenizer.domain import Limits
+from services.tokenizer.domain import Limits, TokenEnd
 from services.tokenizer.packing import unpack_ids
 from services.tokenizer.token_stream import TokenStream
 
@@ -29,6 +30,7 @@ log = logging.getLogger(__name__)
 _Call = Any
 
 _SUBMIT_OVERHEAD_BYTES = 1024
+_ERROR_CODES = frozenset(code.value[0] for code in grpc.StatusCode) - {0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +130,7 @@ class SessionCall:
             while (message := await self.call.read()) is not grpc.aio.EOF:
                 if message.HasField("bye"):
                     await self._answer_goodbye()
-                    self._end(f"it said goodbye: {message.bye.reason}")
+                    self._end(f"it said goodbye: {told(message.bye.reason)}")
                     return
                 before = self.serving
                 self._take(message)
@@ -267,7 +269,7 @@ class SessionCall:
 
     async def _status(self) -> str:
         code, details = await self.call.code(), await self.call.details()
-        return f"{code.name}: {details}"
+        return f"{code.name}: {told(details or 'no details')}"
 
     def _end(self, reason: str) -> None:
         if not self.ended.done():
@@ -275,12 +277,12 @@ class SessionCall:
 
 
 def _end_stream(stream: TokenStream, end: token_pb2.StreamEnd) -> None:
-    match end.WhichOneof("end"):
-        case "finished":
-            stream.end_with(codec.end_from_proto(end.finished))
-        case "status":
-            status = status_pb2.Status()
-            status.CopyFrom(end.status)
-            stream.end_with(RemoteError(status))
-        case _:
-            raise ValueError(f"stream {end.stream_id} ended without saying how")
+    """Ends a stream; an end that this version does not know is one all the same."""
+    known: TokenEnd | RemoteError | None = None
+    if end.HasField("finished"):
+        known = codec.end_from_proto(end.finished)
+    elif end.HasField("status") and end.status.code in _ERROR_CODES:
+        status = status_pb2.Status()
+        status.CopyFrom(end.status)
+        known = RemoteError(status)
+    stream.end_with(known or Internal("the scheduler did not say how the request ended"))

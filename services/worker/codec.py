@@ -8,6 +8,7 @@ import numpy as np
 
 from quire.v1 import token_pb2, worker_pb2
 from services.chassis.errors import Unimplemented
+from services.chassis.logs import told
 from services.chassis.unknown_fields import refuse_unknown_fields
 from services.worker.plan import (
     Attachment,
@@ -96,7 +97,7 @@ def from_response(response: worker_pb2.AttachResponse) -> Attachment | StepPlan 
             check_block_tables=registered.check_block_tables,
         )
     if kind == "bye":
-        return Goodbye(reason=response.bye.reason)
+        return Goodbye(reason=told(response.bye.reason))
     raise LinkProtocolError("message: empty; expected registered, step or bye")
 
 

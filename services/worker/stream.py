@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import grpc
 from google.protobuf.message import Message
 
+from services.chassis.logs import told
 from services.worker import codec
 from services.worker.model_thread import ModelThread
 from services.worker.plan import (
@@ -263,7 +264,7 @@ class Stream:
         self._end_by_code(error.code(), error.details())
 
     def _end_by_code(self, code: grpc.StatusCode, details: str | None) -> None:
-        reason = f"{code.name}: {details or 'no details'}"
+        reason = f"{code.name}: {told(details or 'no details')}"
         if self._draining:
             self._end(EndKind.STOPPED, reason)
         elif code in _REFUSALS:

@@ -127,8 +127,8 @@ class Scheduler:
     def attach(self, announced: WorkerSpec, now: int) -> tuple[WorkerSpec, int, Events]:
         """Takes a worker with an empty pool.
 
-        A worker of the same id must be `lost` first. All workers attached at one time must agree
-        on block size and chain root; the caller checks that (`compatible`).
+        A worker of the same id must be `lost` first. All workers attached at one time must be of
+        one kind; the caller checks that (`compatible`).
 
         Returns:
             The worker's limits as lowered by the configuration, the epoch of the attachment, and
@@ -154,11 +154,8 @@ class Scheduler:
         return spec, epoch, replace(NO_TOKENS, ended=tuple(ended))
 
     def compatible(self, spec: WorkerSpec) -> bool:
-        """True where the worker can join the attached ones."""
-        return all(
-            (w.spec.block_size, w.spec.chain_root) == (spec.block_size, spec.chain_root)
-            for w in self._workers.values()
-        )
+        """True where the worker can join the attached ones: it would give the same answers."""
+        return all(_kind(worker.spec) == _kind(spec) for worker in self._workers.values())
 
     def lost(self, worker_id: str, now: int) -> None:
         """Takes a worker away. Its requests go back to the queue with their tokens so far; what was
@@ -173,6 +170,9 @@ class Scheduler:
             self._waiting.push(request)
             self._counters.requeues += 1
         self._refresh_limits()
+        if self._limits is not None:
+            for request in self._waiting:
+                self._cap(request, self._limits)
         self._find_homeless(now)
 
     def expire(self, now: int) -> Events:
@@ -316,8 +316,9 @@ class Scheduler:
     def _cap(self, request: Request, limits: Limits) -> None:
         """Lowers the limit of a request without max_tokens, where it can still go on."""
         most = min(limits.max_model_len, limits.kv_capacity_tokens + 1)
-        assert request.limit is not None
-        if request.spec.max_tokens is None and request.num_tokens < most:
+        if request.limit is None or request.spec.max_tokens is not None:
+            return
+        if request.num_tokens < most:
             request.limit = min(request.limit, most)
 
     # Workers
@@ -343,6 +344,11 @@ class Scheduler:
                 self._homeless.pop(handle, None)
             else:
                 self._homeless.setdefault(handle, now)
+
+
+def _kind(spec: WorkerSpec) -> tuple[int, bytes, int, tuple[int, ...]]:
+    """What workers of one model have in common."""
+    return spec.block_size, spec.chain_root, spec.vocab_size, tuple(sorted(spec.eos_token_ids))
 
 
 def _fits_any(request: Request, specs: list[WorkerSpec]) -> bool:

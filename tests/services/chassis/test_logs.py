@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+from services.chassis.logs import told
+
 CODE = """
 import logging
 from services.chassis.logs import configure_logs
@@ -33,3 +35,10 @@ def test_each_event_is_one_line_with_level_service_and_room() -> None:
 
 def test_the_level_cuts_off_what_is_below() -> None:
     assert lines("error") == ["E quire-test grpc._cython.cygrpc: something new"]
+
+
+def test_what_others_say_is_told_on_one_line_and_cut() -> None:
+    assert told("plain é 中") == "plain é 中"
+    assert told("a\nb\x1b[2J") == "a\\nb\\x1b[2J"
+    assert told("x" * 300) == "x" * 200 + " …"
+    assert told("\n" * 300, most=5) == "\\n\\n\\ …"

@@ -7,10 +7,12 @@ from typing import Any
 
 import grpc
 import pytest
+from google.rpc import status_pb2
 
 from quire.v1 import generation_pb2, token_pb2
 from services.chassis.errors import (
     FailedPrecondition,
+    Internal,
     InvalidArgument,
     Overloaded,
     RemoteError,
@@ -471,12 +473,6 @@ async def test_a_scheduler_that_never_welcomes_is_dialled_again(
         {"batch": token_pb2.TokenBatch(stream_ids=packed([1]), counts=packed([2]))},
         {"batch": token_pb2.TokenBatch(stream_ids=packed([1, 2]), counts=packed([0]))},
         {"batch": token_pb2.TokenBatch(stream_ids=b"123")},
-        {"batch": token_pb2.TokenBatch(ends=[token_pb2.StreamEnd(stream_id=1)])},
-        {
-            "batch": token_pb2.TokenBatch(
-                ends=[token_pb2.StreamEnd(stream_id=1, finished=token_pb2.TokenFinished(reason=77))]
-            )
-        },
         {"welcome": token_pb2.Welcome(protocol_major=1)},
         {},
     ],
@@ -494,6 +490,47 @@ async def test_what_breaks_the_contract_ends_the_session_and_loses_nothing(
         assert list((await stream.next()).ids) == [10]
         stream.close()
         assert link.counts == NOTHING
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        {},
+        {"finished": token_pb2.TokenFinished()},
+        {"finished": token_pb2.TokenFinished(reason=77)},
+        {"status": status_pb2.Status()},
+        {"status": status_pb2.Status(code=99)},
+        {"status": status_pb2.Status(code=-5)},
+    ],
+)
+async def test_an_end_that_is_not_known_is_an_end(sockets: Path, end: dict[str, Any]) -> None:
+    async with linked(sockets) as (scheduler, link):
+        stream, other = link.open(work()), link.open(work("other"))
+        got, good = await scheduler.next_submission(), await scheduler.next_submission()
+        got.emit(10)
+        got.session.send(
+            batch=token_pb2.TokenBatch(ends=[token_pb2.StreamEnd(stream_id=got.stream_id, **end)])
+        )
+        good.end(11)
+        assert list((await other.next()).ids) == [11]
+        assert list((await stream.next()).ids) == [10]
+        with pytest.raises(Internal, match="did not say how"):
+            await stream.next()
+        stream.close()
+        other.close()
+        assert len(scheduler.sessions) == 1
+        assert link.counts == NOTHING
+
+
+async def test_what_another_process_says_stays_on_one_short_line(
+    sockets: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with linked(sockets) as (scheduler, _):
+        scheduler.session.say_goodbye("x\nforged line " + "y" * 100_000)
+        await eventually(lambda: "said goodbye" in caplog.text)
+    (line,) = [r.getMessage() for r in caplog.records if "said goodbye" in r.getMessage()]
+    assert "x\\nforged line" in line
+    assert len(line) < 500
 
 
 async def test_rows_of_unknown_streams_are_passed_over(sockets: Path) -> None:

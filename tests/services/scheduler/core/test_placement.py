@@ -1,6 +1,7 @@
 """Which of several workers a request goes to, and what happens when one of them leaves."""
 
 import hashlib
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -287,6 +288,32 @@ def test_a_request_whose_only_worker_returns_in_time_goes_on() -> None:
     fleet.run()
     assert fleet.ended == {0: EndReason.LENGTH}
     assert fleet.places[0] == ["large", "large"]
+
+
+def test_a_request_without_a_limit_of_its_own_goes_on_where_less_fits() -> None:
+    fleet = Fleet()
+    fleet.attach("large")
+    fleet.attach("small", num_blocks=8)
+    fleet.add(0, [1] * 10, None)
+    for _ in range(3):
+        fleet.turn()
+    assert fleet.places[0] == ["large"]
+    fleet.lose("large")
+    fleet.run()
+    assert fleet.places[0] == ["large", "small"]
+    assert fleet.ended == {0: EndReason.LENGTH}
+    assert len(fleet.output[0]) == 8 * 4 + 1 - 10
+
+
+@pytest.mark.parametrize("changes", [{"vocab_size": 999}, {"eos_token_ids": (5,)}])
+def test_workers_that_would_answer_differently_do_not_go_together(
+    changes: dict[str, object],
+) -> None:
+    fleet = Fleet()
+    fleet.attach("a")
+    spec = replace(fleet.workers["a"].spec, worker_id="b")
+    assert fleet.core.compatible(spec)
+    assert not fleet.core.compatible(replace(spec, **changes))
 
 
 def test_a_request_without_a_limit_of_its_own_takes_what_the_next_worker_holds() -> None:
