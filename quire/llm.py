@@ -35,7 +35,8 @@ class LLM:
     Starts scheduler, workers and tokenizers as processes of this machine, and ends them when the
     `with` or the program ends, whatever ends it. With `target` it uses a set that runs already, and
     leaves it running. All methods may be called from any thread, also one whose event loop runs
-    (which then stands still meanwhile). Importing this or making one loads no torch here.
+    (which then stands still meanwhile), but in no forked child of the process. Importing this or
+    making one loads no torch here.
 
     Args:
         model: an alias or a hub id that was pulled, or a model folder; absent: the demo model. With
@@ -143,7 +144,8 @@ class LLM:
         Args:
             prompts: one or several; each is text, token ids, or a mapping with `prompt` or
                 `prompt_token_ids`.
-            sampling_params: for all of them, or a list with one for each.
+            sampling_params: for all of them, or a list with one for each; None, also in the list:
+                SamplingParams(max_tokens=512).
             streaming: hands out answers while they grow.
 
         Returns:
@@ -214,6 +216,7 @@ class LLM:
         try:
             while (output := mailbox.take(job)) is not None:
                 yield output
+                self._thread.check_process()
         finally:
             job.cancel()
 

@@ -19,6 +19,9 @@ Message: TypeAlias = ChatMessage | Mapping[str, str]
 Params: TypeAlias = SamplingParams | Sequence[SamplingParams | None] | None
 """One for all requests of a call, or one for each."""
 
+_DEFAULTS = SamplingParams(max_tokens=512)
+"""Where nothing is asked for: as of `quire generate`. A small model may never end by itself."""
+
 _FORMS = "must be text, token ids, or a mapping with prompt or prompt_token_ids"
 _KEYS = ("prompt", "prompt_token_ids")
 
@@ -62,7 +65,7 @@ def asks_of_chats(
 
 
 def _ask_of_prompt(
-    prompt: str | tuple[int, ...], where: str, params: SamplingParams | None, name: str
+    prompt: str | tuple[int, ...], where: str, params: SamplingParams, name: str
 ) -> Ask:
     is_text = isinstance(prompt, str)
     return Ask(
@@ -75,13 +78,13 @@ def _ask_of_prompt(
 
 
 def _start_prompt(
-    prompt: str | tuple[int, ...], params: SamplingParams | None, name: str, client: AsyncClient
+    prompt: str | tuple[int, ...], params: SamplingParams, name: str, client: AsyncClient
 ) -> AsyncGenerator[Delta, None]:
     return client.generate(prompt, params, request_id=name)
 
 
 def _start_chat(
-    messages: Sequence[Message], params: SamplingParams | None, name: str, client: AsyncClient
+    messages: Sequence[Message], params: SamplingParams, name: str, client: AsyncClient
 ) -> AsyncGenerator[Delta, None]:
     return client.chat(messages, params, request_id=name)
 
@@ -155,9 +158,9 @@ def _is_chat(chat: Any) -> bool:
     )
 
 
-def _params(params: Any, count: int, of_what: str) -> Sequence[SamplingParams | None]:
+def _params(params: Any, count: int, of_what: str) -> Sequence[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
-        return [params] * count
+        return [params or _DEFAULTS] * count
     if not isinstance(params, Sequence) or isinstance(params, str):
         raise InvalidRequest(
             "sampling_params", f"must be SamplingParams or a list of them, got {_kind(params)}"
@@ -172,7 +175,7 @@ def _params(params: Any, count: int, of_what: str) -> Sequence[SamplingParams | 
             raise InvalidRequest(
                 f"sampling_params[{index}]", f"must be SamplingParams, got {_kind(one)}"
             )
-    return params
+    return [one or _DEFAULTS for one in params]
 
 
 def _names(count: int) -> list[str]:

@@ -7,11 +7,15 @@ waits for ever: each job is done or has failed when the thread is over.
 import asyncio
 import concurrent.futures
 import contextlib
+import os
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 from quire.errors import QuireError
+
+_HANGS_AFTER_S = 5.0
+"""A loop that has not called a function for so long will not do so any more."""
 
 
 class Resource(Protocol):
@@ -51,9 +55,12 @@ class Job:
             self._loop.call_soon_threadsafe(function)
 
     def cancel(self) -> None:
-        """Ends the work, and waits until it has let go of everything."""
+        """Ends the work, soon; `outcome` says when.
+
+        Waits for nothing: this may be called where garbage is collected, which happens in any
+        thread and at any place, on the loop or while a lock is held that the work needs to end.
+        """
         self.call(self._cancel_task)
-        concurrent.futures.wait((self.outcome,))
 
     def begin(
         self,
@@ -92,6 +99,7 @@ class LoopThread(Generic[OpenedT]):
         self._closed = closed
         self._thread = threading.Thread(target=self._run, name="quire-loop", daemon=True)
         self._opened: concurrent.futures.Future[OpenedT] = concurrent.futures.Future()
+        self._process = os.getpid()
         self._begun = threading.Event()
         self._over = threading.Event()
         self._lock = threading.Lock()
@@ -115,8 +123,9 @@ class LoopThread(Generic[OpenedT]):
         """Starts `work` on the loop.
 
         Raises:
-            QuireError: it is over; says why.
+            QuireError: it is over, or runs in another process; says why.
         """
+        self.check_process()
         with self._lock:
             if self._over.is_set():
                 raise self._reason()
@@ -125,8 +134,24 @@ class LoopThread(Generic[OpenedT]):
             self._loop.call_soon_threadsafe(self._begin, job, work)
         return job
 
+    def check_process(self) -> None:
+        """Sees to it that nobody waits for a thread that a fork has left behind.
+
+        Raises:
+            QuireError: this is a child of the process in which the thread runs.
+        """
+        if os.getpid() != self._process:
+            raise QuireError(
+                "it was made before this process was forked, and works only in process "
+                f"{self._process}; make one in this process, or start it by spawning"
+            )
+
     def stop(self) -> None:
-        """Cancels what runs, closes what was opened, and waits for it. May be called again."""
+        """Cancels what runs, closes what was opened, and waits for it. May be called again.
+
+        Raises:
+            QuireError: the loop hangs, so that it cannot be waited for.
+        """
         if not self._thread.is_alive():
             return
         self._begun.wait()
@@ -135,12 +160,19 @@ class LoopThread(Generic[OpenedT]):
         if threading.current_thread() is self._thread:
             return  # e.g. garbage was collected here; the rest follows by itself
         try:
-            self._over.wait()
+            self._wait_until_over()
         except KeyboardInterrupt:
             self._call(self._hurry)
-            self._over.wait()
+            self._wait_until_over()
             raise
         self._thread.join()
+
+    def _wait_until_over(self) -> None:
+        while not self._over.is_set():
+            answered = threading.Event()
+            self._call(answered.set)
+            if not self._over.wait(_HANGS_AFTER_S) and not answered.is_set():
+                raise QuireError("its background thread hangs, and is left behind")
 
     def _call(self, function: Callable[[], object]) -> None:
         with contextlib.suppress(RuntimeError):

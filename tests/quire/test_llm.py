@@ -119,6 +119,41 @@ async def test_closing_the_iterator_cuts_the_rest() -> None:
         assert texts(await asyncio.to_thread(llm.generate, "c")) == ["".join(words(5))]
 
 
+async def test_one_that_is_collected_on_its_own_loop_is_cut() -> None:
+    service = FakeTextService(pause=1)
+    async with joined(service) as llm:
+
+        def leave_one_in_a_cycle() -> None:
+            cycle: list[Any] = [llm.generate("a", streaming=True)]
+            cycle.append(cycle)
+            next(cycle[0])
+
+        async def collect(_: object) -> None:
+            gc.collect()
+
+        gc.disable()
+        try:
+            await asyncio.to_thread(leave_one_in_a_cycle)
+            collected = llm._thread.run(collect).outcome
+            await asyncio.to_thread(collected.result, 10)
+        finally:
+            gc.enable()
+        async with asyncio.timeout(10):
+            await service.ended_early.wait()
+        service.pause = None
+        assert texts(await asyncio.to_thread(llm.generate, "c")) == ["".join(words(5))]
+
+
+async def test_without_parameters_an_answer_ends_some_time() -> None:
+    service = FakeTextService(length=1)
+    async with joined(service) as llm:
+        await asyncio.to_thread(llm.generate, "a")
+        await asyncio.to_thread(llm.generate, ["a"], [None])
+        await asyncio.to_thread(llm.chat, [{"role": "user", "content": "a"}])
+        await asyncio.to_thread(llm.generate, "a", SamplingParams())
+    assert [request.stopping.max_tokens for request in service.requests] == [512, 512, 512, 0]
+
+
 async def test_so_many_run_at_once_and_no_more() -> None:
     service = FakeTextService(length=1, pause=0)
     async with joined(service) as llm, asyncio.TaskGroup() as tasks:

@@ -2,12 +2,14 @@
 
 import asyncio
 import contextlib
+import os
 import threading
 from collections.abc import AsyncIterator
 from typing import Any, NoReturn
 
 import pytest
 
+from quire import loop_thread
 from quire.errors import QuireError
 from quire.loop_thread import LoopThread
 
@@ -79,7 +81,8 @@ def test_a_job_may_be_cancelled_before_its_first_step(thread: Any) -> None:
     for _ in range(20):
         job = thread.run(wait_for_ever)
         job.cancel()
-        assert job.outcome.done()
+        with pytest.raises(QuireError, match=CLOSED):
+            job.outcome.result(10)
         job.cancel()
 
 
@@ -139,3 +142,44 @@ def test_stopping_while_it_opens() -> None:
 
 def test_a_thread_that_never_started_can_be_stopped() -> None:
     LoopThread(opening, hurry=lambda: None, closed=CLOSED).stop()
+
+
+def test_a_job_may_be_cancelled_on_the_loop(thread: Any) -> None:
+    thread.start()
+    other = thread.run(wait_for_ever)
+
+    async def cancel_it(_: Thing) -> None:
+        other.cancel()
+
+    thread.run(cancel_it).outcome.result(10)
+    with pytest.raises(QuireError, match=CLOSED):
+        other.outcome.result(10)
+
+
+def test_a_loop_that_hangs_is_left_behind(thread: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop_thread, "_HANGS_AFTER_S", 0.1)
+    thread.start()
+    go_on = threading.Event()
+
+    async def hang(_: Thing) -> None:
+        go_on.wait()
+
+    thread.run(hang)
+    with pytest.raises(QuireError, match="its background thread hangs"):
+        thread.stop()
+    go_on.set()
+    monkeypatch.undo()
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_forked_child_is_told_so(thread: Any) -> None:
+    thread.start()
+    child = os.fork()
+    if child == 0:
+        try:
+            thread.run(wait_for_ever)
+        except QuireError as error:
+            os._exit(0 if "works only in process" in error.message else 2)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
