@@ -107,6 +107,7 @@ async def lose_a_worker_three_times(
     assert requeues >= 3 * STREAMS // 8
     assert counters.preemptions == before.preemptions
     again = counters.recomputed_tokens - before.recomputed_tokens
+    print(f"{streams.completed} answers, {requeues} requeues, {again} tokens computed again")
     assert 0 < again <= requeues * (PROMPT + ANSWER)
 
 
