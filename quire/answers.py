@@ -73,6 +73,7 @@ class Completion:
         text: of the answer; what ended it is cut off, unless asked for.
         token_ids: of the answer.
         finish_reason: "stop" or "length".
+        stop: the stop string or the token id that ended it, where one did.
         usage: what it cost.
         seed: what decided the draws.
         request_id: the request's name.
@@ -81,6 +82,7 @@ class Completion:
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str
+    stop: str | int | None
     usage: Usage
     seed: int
     request_id: str

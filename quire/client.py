@@ -9,12 +9,9 @@ tokens.
 import asyncio
 import contextlib
 import itertools
-import secrets
-import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self, TypedDict, Unpack
+from typing import Any, Self, Unpack
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -25,6 +22,7 @@ from quire.course import Course, Cut, all_of
 from quire.endpoints import Endpoints, may_go_elsewhere, split_target
 from quire.errors import DeadlineExceeded, InvalidRequest, QuireError, ServerFault, Unavailable
 from quire.params import SamplingParams
+from quire.request_options import CallOptions, RequestOptions
 from quire.statuses import error_of
 from quire.v1 import text_pb2
 
@@ -36,14 +34,6 @@ TEXT_SERVICE = "quire.v1.TextService"
 
 _HEALTH_PAUSE_S = 0.1
 _HEALTH_TIMEOUT_S = 5.0
-
-
-class CallOptions(TypedDict, total=False):
-    """Keywords of `AsyncClient.generate` that its one-shot variants take too."""
-
-    request_id: str | None
-    deadline_s: float | None
-    traceparent: str | None
 
 
 class AsyncClient:
@@ -62,22 +52,27 @@ class AsyncClient:
 
     Args:
         target: `host:port` or `unix:///path`; several of them joined by commas, or a sequence.
-        resume_tries: how often one cut stream is taken up again; 0 for never.
+        resume_tries: how often one cut stream is taken up again; 0 for never. With one server
+            that is gone, as many as by default take some 25 s: time to start it again.
 
     Raises:
-        InvalidRequest: `target` names no server.
+        InvalidRequest: `target` names no server, or `resume_tries` is no number.
     """
 
     def __init__(
-        self, target: str | Sequence[str] = DEFAULT_TARGET, *, resume_tries: int = 6
+        self, target: str | Sequence[str] = DEFAULT_TARGET, *, resume_tries: int = 16
     ) -> None:
         self._targets = split_target(target)
         self.target = ",".join(self._targets)
         """All addresses, joined by commas."""
+        if isinstance(resume_tries, bool) or not isinstance(resume_tries, int) or resume_tries < 0:
+            raise InvalidRequest("resume_tries", f"must be a number >= 0, got {resume_tries!r}")
         self._resume_tries = resume_tries
         self._open_endpoints: Endpoints | None = None
 
     async def __aenter__(self) -> Self:
+        if self._open_endpoints is not None:
+            raise QuireError("the client is open already; make another one")
         # A channel belongs to the loop it is made on, so it is made here.
         self._open_endpoints = Endpoints(self._targets)
         return self
@@ -106,13 +101,14 @@ class AsyncClient:
             prompt: text, or token ids.
             params: how to sample and when to stop; absent: as the model's configuration says.
             request_id: unique among live requests, at most 128 bytes; absent: minted.
-            deadline_s: when to give up, seconds from now, resumed attempts included.
-            traceparent: W3C trace context, passed on as metadata.
+            deadline_s: when to give up, seconds from now, resumed attempts included; absent or
+                infinite: never.
+            traceparent: W3C trace context, passed on as metadata; at most 512 characters, ASCII.
 
         Returns:
             What is new, piece by piece; the last one has `finished` set.
         """
-        ask = _Ask.of(params, request_id, deadline_s, traceparent)
+        ask = RequestOptions.of(params, request_id, deadline_s, traceparent)
         request = codec.generate_request(
             prompt, params or _DEFAULTS, request_id=ask.request_id, seed=ask.seed
         )
@@ -139,7 +135,7 @@ class AsyncClient:
         Returns:
             The assistant's turn, piece by piece; the last one has `finished` set.
         """
-        ask = _Ask.of(params, request_id, deadline_s, traceparent)
+        ask = RequestOptions.of(params, request_id, deadline_s, traceparent)
         request = codec.chat_request(
             messages, params or _DEFAULTS, request_id=ask.request_id, seed=ask.seed
         )
@@ -242,10 +238,12 @@ class AsyncClient:
         request = health_pb2.HealthCheckRequest(service=TEXT_SERVICE)
         failure: QuireError | None = None
         answered = False
-        for endpoint in self._endpoints.in_turn():
+        endpoints = self._endpoints
+        for endpoint in endpoints.in_turn():
             check = health_pb2_grpc.HealthStub(endpoint.channel).Check
             try:
-                response = await check(request, timeout=_HEALTH_TIMEOUT_S)
+                with endpoints.in_use():
+                    response = await check(request, timeout=_HEALTH_TIMEOUT_S)
             except grpc.aio.AioRpcError as error:
                 failure = error_of(error, endpoint.target)
                 continue
@@ -259,9 +257,11 @@ class AsyncClient:
     async def _ask(self, rpc: str, request: Any) -> Any:
         """One unary call; it changes nothing there, so that it may be made again elsewhere."""
         failures: list[Unavailable] = []
-        for endpoint in self._endpoints.in_turn():
+        endpoints = self._endpoints
+        for endpoint in endpoints.in_turn():
             try:
-                return await getattr(endpoint.text, rpc)(request)
+                with endpoints.in_use():
+                    return await getattr(endpoint.text, rpc)(request)
             except grpc.aio.AioRpcError as error:
                 failure = error_of(error, endpoint.target)
                 if not (isinstance(failure, Unavailable) and may_go_elsewhere(failure)):
@@ -269,9 +269,19 @@ class AsyncClient:
                 failures.append(failure)
         raise all_of(failures)
 
-    async def _answer(self, rpc: str, first: Any, ask: "_Ask") -> AsyncGenerator[Delta, None]:
+    async def _answer(
+        self, rpc: str, first: Any, ask: RequestOptions
+    ) -> AsyncGenerator[Delta, None]:
         """Yields the answer to `first`, through as many calls as it takes."""
         endpoints = self._endpoints
+        async with contextlib.aclosing(self._attempts(endpoints, rpc, first, ask)) as deltas:
+            with endpoints.in_use():
+                async for delta in deltas:
+                    yield delta
+
+    async def _attempts(
+        self, endpoints: Endpoints, rpc: str, first: Any, ask: RequestOptions
+    ) -> AsyncGenerator[Delta, None]:
         clock = asyncio.get_running_loop().time
         ends_at = None if ask.deadline_s is None else clock() + ask.deadline_s
         received: list[int] = []
@@ -317,38 +327,6 @@ class AsyncClient:
         return self._open_endpoints
 
 
-@dataclass(frozen=True, slots=True)
-class _Ask:
-    """One request, whatever the number of its calls."""
-
-    request_id: str
-    seed: int
-    deadline_s: float | None
-    traceparent: str | None
-
-    @classmethod
-    def of(
-        cls,
-        params: SamplingParams | None,
-        request_id: str | None,
-        deadline_s: float | None,
-        traceparent: str | None,
-    ) -> "_Ask":
-        if deadline_s is not None and not deadline_s > 0:
-            raise InvalidRequest("deadline_s", f"must be > 0, got {deadline_s}")
-        seed = params.seed if params is not None else None
-        return cls(
-            request_id or f"q-{uuid.uuid4().hex}",
-            # 53 bits: what JSON readers that know only doubles can hold.
-            secrets.randbits(53) if seed is None else seed,
-            deadline_s,
-            traceparent,
-        )
-
-    def metadata(self) -> tuple[tuple[str, str], ...]:
-        return () if self.traceparent is None else (("traceparent", self.traceparent),)
-
-
 _DEFAULTS = SamplingParams()
 
 
@@ -366,6 +344,7 @@ async def collect(answer: AsyncGenerator[Delta, None]) -> Completion:
         text="".join(texts),
         token_ids=tuple(token_ids),
         finish_reason=end.reason,
+        stop=end.stop,
         usage=end.usage,
         seed=end.seed,
         request_id=end.request_id,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from quire.endpoints import Endpoint, Endpoints, may_go_elsewhere
-from quire.errors import AlreadyExists, QuireError, Unavailable, Unreachable
+from quire.errors import AlreadyExists, AnswerCut, QuireError, Unavailable, Unreachable
 
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 2.0
@@ -100,6 +100,9 @@ class Course:
 
     def _count_cut(self, failure: QuireError, cause: BaseException) -> None:
         if self._cuts >= self._most_cuts:
+            if isinstance(failure, Unreachable):
+                message = f"the answer was cut and cannot be taken up again: {failure.message}"
+                raise AnswerCut(message) from cause
             raise failure from cause
         self._cuts += 1
 

@@ -4,14 +4,16 @@ Owns the channels of a client, their order, and what is known of each connection
 """
 
 import asyncio
+import contextlib
 import itertools
 import random
-from collections.abc import Collection, Sequence
+import re
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import grpc
 
-from quire.errors import InvalidRequest, Unavailable, Unreachable
+from quire.errors import Cancelled, InvalidRequest, QuireError, Unavailable, Unreachable
 from quire.v1 import text_pb2_grpc
 
 _MAX_MESSAGE_BYTES = 64 * 1024 * 1024
@@ -36,6 +38,12 @@ _LONGEST_POLL_S = 0.05
 _UNSETTLED = (grpc.ChannelConnectivity.IDLE, grpc.ChannelConnectivity.CONNECTING)
 _DRAINING = "DRAINING"
 
+_ADDRESS = re.compile(
+    r"(?:dns:(?://[^/\s]*/)?|ipv[46]:)?(?:\[[^\]\s]+\]|[^\s/:\[\]]+):(?P<port>[0-9]{1,5})"
+    r"|unix(?:-abstract)?:\S+"
+)
+"""What gRPC takes; it would take more for the name of a host, and look for it for ever."""
+
 
 def split_target(target: str | Sequence[str]) -> tuple[str, ...]:
     """The addresses that `target` names, each once, in order.
@@ -44,13 +52,20 @@ def split_target(target: str | Sequence[str]) -> tuple[str, ...]:
         target: one address, several joined by commas, or a sequence of them.
 
     Raises:
-        InvalidRequest: it names none, or one is empty.
+        InvalidRequest: it names none, or one is no address.
     """
-    texts = target.split(",") if isinstance(target, str) else list(target)
+    if not isinstance(target, Sequence):
+        raise InvalidRequest("target", f"must name one server or more, got {target!r}")
+    texts = target.split(",") if isinstance(target, str) else target
     addresses = []
     for text in texts:
         if not isinstance(text, str) or not text.strip():
             raise InvalidRequest("target", f"must name one server or more, got {target!r}")
+        address = _ADDRESS.fullmatch(text.strip())
+        if address is None or not 0 < int(address["port"] or 1) < 2**16:
+            raise InvalidRequest(
+                "target", f"must be HOST:PORT or unix:///PATH, got {text.strip()!r}"
+            )
         addresses.append(text.strip())
     if not addresses:
         raise InvalidRequest("target", "must name one server or more, got none")
@@ -107,6 +122,7 @@ class Endpoints:
 
     def __init__(self, targets: Sequence[str]) -> None:
         self._all = tuple(Endpoint(target) for target in targets)
+        self._is_closed = False
         # Clients that start at once do not all begin with the same server.
         self._turns = itertools.count(random.randrange(len(self._all)))
 
@@ -125,8 +141,27 @@ class Endpoints:
         """Whether one has not been tried."""
         return any(endpoint not in tried for endpoint in self._all)
 
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Around calls: what ends because all was closed meanwhile, ends with an error.
+
+        The channels cancel their calls then, and whoever waits for one is told that it was
+        cancelled itself, which nobody did.
+
+        Raises:
+            QuireError: all was closed.
+        """
+        try:
+            yield
+        except (asyncio.CancelledError, Cancelled, grpc.aio.UsageError) as error:
+            task = asyncio.current_task()
+            if not self._is_closed or (task is not None and task.cancelling()):
+                raise
+            raise QuireError("the client was closed meanwhile") from error
+
     async def close(self) -> None:
         """Ends all connections, and what still runs on them."""
+        self._is_closed = True
         for endpoint in self._all:
             await endpoint.channel.close()
 

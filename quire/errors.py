@@ -16,6 +16,7 @@
         ├── TooLarge             one message is over the size limit
         ├── Unavailable          nothing can serve it now
         │   └── Unreachable          there is no connection to the server
+        │       └── AnswerCut            it was lost in mid-answer, and does not come back
         ├── DeadlineExceeded     the time given was not enough
         ├── Cancelled            the server ended the call
         ├── Replaced             a newer attempt took its place
@@ -122,6 +123,10 @@ class Unavailable(ServerError):
 
 class Unreachable(Unavailable):
     """There is no connection to the server."""
+
+
+class AnswerCut(Unreachable):
+    """The connection was lost in the middle of an answer, and could not be made again."""
 
 
 class DeadlineExceeded(ServerError):

@@ -1,5 +1,7 @@
 """How to sample and when to stop, checked when it is written down."""
 
+import difflib
+import inspect
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -13,7 +15,7 @@ _MOST_STOPS = 16
 _LONGEST_STOP = 256
 _MOST_STOP_TOKENS = 128
 
-_LATER = MappingProxyType(
+LATER: Mapping[str, str] = MappingProxyType(
     {
         "n": "several answers to one prompt",
         "best_of": "the best of several answers",
@@ -38,6 +40,7 @@ _LATER = MappingProxyType(
         "priority": "priorities",
     }
 )
+"""Parameters of later versions, each with what it would bring; refused by name, never ignored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +63,8 @@ class SamplingParams:
         skip_special_tokens: leaves special tokens out of the text.
 
     Raises:
-        InvalidRequest: values are out of range; names all their fields.
+        InvalidRequest: values are out of range, or a name is unknown; names all their fields.
+        NotSupported: a name belongs to a later version.
     """
 
     temperature: float | None = None
@@ -73,6 +77,15 @@ class SamplingParams:
     stop_token_ids: Sequence[int] = ()
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+
+    def __new__(cls, *positional: Any, **values: Any) -> "SamplingParams":
+        """Refuses names that `__init__` would only call unexpected."""
+        if positional:
+            raise InvalidRequest("sampling_params", "must be keywords, e.g. temperature=0")
+        if wrong := _unknown(values, cls):
+            first, *others = wrong
+            raise InvalidRequest(*first, *others)
+        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         for name, value in (("stop", self.stop), ("stop_token_ids", self.stop_token_ids)):
@@ -87,11 +100,15 @@ class SamplingParams:
 
     def _violations(self) -> Iterator[tuple[str, str]]:
         most = _LARGEST_FLOAT32
-        yield from _number("temperature", self.temperature, 0.0, most, "finite and >= 0")
+        yield from _number(
+            "temperature", self.temperature, 0.0, most, f"finite and from 0 to {most:.7e}"
+        )
         yield from _number("top_p", self.top_p, 0.0, 1.0, "in (0, 1]", zero=False)
-        yield from _whole("top_k", self.top_k, 0, 2**32 - 1, ">= 0 (0 keeps all tokens)")
+        yield from _whole(
+            "top_k", self.top_k, 0, 2**32 - 1, f"from 0 to {2**32 - 1} (0 keeps all tokens)"
+        )
         yield from _whole("seed", self.seed, 0, 2**64 - 1, "from 0 to 2**64 - 1")
-        yield from _whole("max_tokens", self.max_tokens, 1, 2**32 - 1, ">= 1")
+        yield from _whole("max_tokens", self.max_tokens, 1, 2**32 - 1, f"from 1 to {2**32 - 1}")
         yield from _flag("ignore_eos", self.ignore_eos)
         yield from _stop(self.stop)
         yield from _stop_token_ids(self.stop_token_ids)
@@ -107,14 +124,7 @@ class SamplingParams:
             InvalidRequest: keywords are unknown or values out of range; names all of them.
         """
         known = {field.name for field in fields(cls)}
-        for name in values:
-            if name in _LATER:
-                raise NotSupported(f"{name} ({_LATER[name]}) is not available in this version")
-        wrong = [
-            (name, f"is no sampling parameter; known: {', '.join(sorted(known))}")
-            for name in values
-            if name not in known
-        ]
+        wrong = _unknown(values, cls)
         try:
             params = cls(**{name: value for name, value in values.items() if name in known})
         except InvalidRequest as error:
@@ -123,6 +133,36 @@ class SamplingParams:
             first, *others = wrong
             raise InvalidRequest(*first, *others)
         return params
+
+
+# What `help` shows of the class is what `__init__` takes, in spite of `__new__`.
+_TAKEN = inspect.signature(SamplingParams.__init__)
+SamplingParams.__signature__ = _TAKEN.replace(  # type: ignore[attr-defined]
+    parameters=list(_TAKEN.parameters.values())[1:]
+)
+
+
+def _unknown(names: Iterable[str], params: type[SamplingParams]) -> list[tuple[str, str]]:
+    """What is wrong with names that are no parameters.
+
+    Raises:
+        NotSupported: one belongs to a later version.
+    """
+    known = [field.name for field in fields(params)]
+    wrong = []
+    for name in names:
+        if name in known:
+            continue
+        if name in LATER:
+            raise NotSupported(f"{name} ({LATER[name]}) is not available in this version")
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        wrong.append((name, f"is no sampling parameter{hint or f'; known: {_listed(known)}'}"))
+    return wrong
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))
 
 
 _Violations = Iterator[tuple[str, str]]

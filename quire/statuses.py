@@ -1,5 +1,6 @@
 """The one table from gRPC statuses and google.rpc details to the errors of `quire.errors`."""
 
+import re
 from collections.abc import Iterable
 from types import MappingProxyType
 from typing import Any
@@ -27,6 +28,9 @@ from quire.errors import (
     Unreachable,
 )
 
+_NO_SUCH_METHOD = re.compile(r"method not found|unknown (method|service)", re.IGNORECASE)
+_SIZES = re.compile(r"(\d+) vs\. (\d+)")
+
 _DETAILS = "grpc-status-details-bin"
 
 _TABLE: MappingProxyType[grpc.StatusCode, type[ServerError]] = MappingProxyType(
@@ -46,12 +50,13 @@ _TABLE: MappingProxyType[grpc.StatusCode, type[ServerError]] = MappingProxyType(
 """Every code that is not here and is no fault of the request is a ServerFault."""
 
 
-def error_of(failure: grpc.RpcError, target: str) -> QuireError:
+def error_of(failure: grpc.RpcError, target: str, *, service: str = "TextService") -> QuireError:
     """The error behind a failed call.
 
     Args:
         failure: what a stub raised; of the sync or the asyncio stack.
         target: whom the call was meant for, for the message.
+        service: what was asked there, likewise.
     """
     call: Any = failure
     code, text = call.code(), " ".join((call.details() or "").split())
@@ -59,6 +64,11 @@ def error_of(failure: grpc.RpcError, target: str) -> QuireError:
     if code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.OUT_OF_RANGE):
         return _invalid(status, text)
     if code is grpc.StatusCode.UNIMPLEMENTED:
+        if status is None and _NO_SUCH_METHOD.search(text):
+            return NotSupported(
+                f"there is no {service} at {target}; texts are answered by a tokenizer, not by a "
+                "scheduler or a worker"
+            )
         return NotSupported(text)
     if code is grpc.StatusCode.UNAVAILABLE and status is None:
         # Our servers send details with it; without any, it is the transport that speaks.
@@ -68,7 +78,9 @@ def error_of(failure: grpc.RpcError, target: str) -> QuireError:
     if code is grpc.StatusCode.DEADLINE_EXCEEDED and status is None:
         return DeadlineExceeded(f"{target} did not finish within the time given")
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in text:
-        return TooLarge(f"a message is too large ({text})")
+        sizes = _SIZES.search(text)
+        size, limit = sizes.groups() if sizes else ("?", "?")
+        return TooLarge(f"a message of {size} bytes is over the limit of {limit} bytes")
     kind = _TABLE.get(code, ServerFault)
     return kind(
         text or f"{target} answered {code.name}",

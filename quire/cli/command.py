@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
@@ -104,7 +104,10 @@ def did_you_mean(typed: str, known: Iterable[str], before: str = "") -> str:
     """
     words = list(known)
     begun = [word for word in words if word.startswith(typed) and len(typed.lstrip("-")) > 1]
-    close = begun or difflib.get_close_matches(typed, words, n=1, cutoff=0.6)
+    # The dashes of flags are no likeness.
+    bare = {word.lstrip("-"): word for word in words}
+    likely = difflib.get_close_matches(typed.lstrip("-"), bare, n=1, cutoff=0.6)
+    close = begun or [bare[word] for word in likely]
     return f"; did you mean {before}{close[0]}?" if close else ""
 
 
@@ -142,6 +145,27 @@ class Parser(argparse.ArgumentParser):
                 continue  # short flags, or one with its value
             problems.append(f"there is no flag {flag}{did_you_mean(flag, shown)}")
         return problems
+
+
+def add_later_flags(parser: argparse.ArgumentParser, flags: Mapping[str, str]) -> None:
+    """Has flags of later versions refused by name; `flags` says what each would bring."""
+    for flag, what in flags.items():
+        parser.add_argument(flag, nargs="?", action=_Later, metavar=what, help=argparse.SUPPRESS)
+
+
+class _Later(argparse.Action):
+    """Refuses a flag of a later version by its name."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        raise UsageError(
+            f"{parser.prog}: {option_string} ({self.metavar}) is not available in this version"
+        )
 
 
 @dataclass(frozen=True, slots=True)

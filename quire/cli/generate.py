@@ -2,7 +2,10 @@
 
 import argparse
 import asyncio
+import shlex
+from typing import Any
 
+from quire.cli.command import UsageError
 from quire.cli.sampling import add_request_flags, as_json, sampling_params
 from quire.cli.terminal import read_stdin, stream_answer
 from quire.client import AsyncClient
@@ -22,12 +25,28 @@ class Generate:
             metavar="TEXT",
             help="what to complete; - is standard input",
         )
+        parser.add_argument("loose", nargs="*", action=_Loose, help=argparse.SUPPRESS)
         add_request_flags(parser)
 
     def run(self, args: argparse.Namespace) -> int:
         """Prints the completion."""
         asyncio.run(_generate(args))
         return 0
+
+
+class _Loose(argparse.Action):
+    """Says where text that stands alone belongs."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        if values:
+            text = shlex.quote(" ".join(values))
+            raise UsageError(f"{parser.prog}: the text goes after --prompt: --prompt {text}")
 
 
 async def _generate(args: argparse.Namespace) -> None:

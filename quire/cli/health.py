@@ -48,7 +48,7 @@ class Health:
 def _problem(error: grpc.RpcError, args: argparse.Namespace) -> str:
     if error.code() is grpc.StatusCode.NOT_FOUND:
         return f"{args.target} has no service {args.service!r}"
-    return error_of(error, args.target).message
+    return error_of(error, args.target, service="health service").message
 
 
 COMMAND = Health()

@@ -1,6 +1,7 @@
 """The `quire` command: finds the subcommand, runs it, makes one line and an exit code of errors."""
 
 import argparse
+import contextlib
 import importlib
 import os
 import signal
@@ -17,7 +18,7 @@ from quire.cli.command import (
     dispatch,
     listing,
 )
-from quire.errors import QuireError, Unreachable
+from quire.errors import AnswerCut, QuireError, Unreachable
 
 _SERVICES = ("numpy", "tokenizers", "torch", "uvloop")
 
@@ -78,6 +79,8 @@ def guarded(run: Callable[[], int]) -> int:
         sys.stdout.flush()
     except UsageError as error:
         return _failed(error.message, EXIT_USAGE)
+    except AnswerCut as error:
+        return _failed(f"quire: {error.message}", EXIT_FAILED)
     except Unreachable as error:
         return _failed(f"quire: {error.message}; start a server with: quire up", EXIT_FAILED)
     except QuireError as error:
@@ -86,8 +89,13 @@ def guarded(run: Callable[[], int]) -> int:
         return _failed("quire: interrupted", 128 + signal.SIGINT)
     except BrokenPipeError:
         # Nobody reads any more. The interpreter would flush again at exit and complain.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_stdout()
         return 128 + signal.SIGPIPE
+    except OSError as error:
+        # Most likely standard output, e.g. on a full disk; what it still holds is lost.
+        _drop_stdout()
+        where = f"{error.filename}: " if error.filename else ""
+        return _failed(f"quire: {where}{error.strerror or error}", EXIT_FAILED)
     return code
 
 
@@ -113,6 +121,12 @@ def _run(arguments: list[str]) -> int:
         return 0
     parser.print_help(sys.stderr)
     return EXIT_USAGE
+
+
+def _drop_stdout() -> None:
+    """Nothing goes to standard output any more, not even what is left to be written."""
+    with contextlib.suppress(OSError):  # it is closed, or was replaced by something without one
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _failed(message: str, code: int) -> int:

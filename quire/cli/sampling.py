@@ -5,8 +5,9 @@ import json
 from dataclasses import asdict
 
 from quire.answers import Completion
+from quire.cli.command import add_later_flags
 from quire.client import DEFAULT_TARGET
-from quire.params import SamplingParams
+from quire.params import LATER, SamplingParams
 
 
 def add_request_flags(parser: argparse.ArgumentParser) -> None:
@@ -60,6 +61,7 @@ def add_request_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", action="store_true", help="prints one JSON object instead of the text"
     )
+    add_later_flags(parser, {f"--{name.replace('_', '-')}": what for name, what in LATER.items()})
 
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:

@@ -4,9 +4,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from quire.cli.command import UsageError
+from quire.cli.command import add_later_flags
 from quire.local import LocalConfig
-from quire.models import DEFAULT_MODEL, locate_model
+from quire.models import DEFAULT_MODEL, locate_model, require_weights
 from quire.set_options import LATER, PASSED, keyword
 
 
@@ -34,19 +34,17 @@ def add_set_flags(parser: argparse.ArgumentParser, *, port: int) -> None:
         for flag, metavar, text in flags:
             lone: dict[str, Any] = {"nargs": "?", "const": "true"} if "|" in metavar else {}
             parser.add_argument(flag, metavar=metavar, help=text, **lone)
-    for flag, later in LATER.items():
-        parser.add_argument(
-            flag, nargs="?", action=_Later, metavar=later.what, help=argparse.SUPPRESS
-        )
+    add_later_flags(parser, {flag: later.what for flag, later in LATER.items()})
 
 
 def local_config(args: argparse.Namespace) -> LocalConfig:
     """What the flags say.
 
     Raises:
-        ModelNotFound: the model is not on this machine.
+        ModelNotFound: the model is not on this machine, or its folder holds none.
     """
     model = locate_model(args.model)
+    require_weights(model)
     return LocalConfig(
         model=model.path,
         served_model_name=model.name,
@@ -63,18 +61,3 @@ def _given(args: argparse.Namespace, flags: tuple[tuple[str, str, str], ...]) ->
     values = vars(args)
     named = [(flag, values[keyword(flag)]) for flag, *_ in flags]
     return [f"{flag}={value}" for flag, value in named if value is not None]
-
-
-class _Later(argparse.Action):
-    """Refuses a flag of a later version by its name."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        raise UsageError(
-            f"{parser.prog}: {option_string} ({self.metavar}) is not available in this version"
-        )

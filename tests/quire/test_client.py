@@ -3,14 +3,17 @@
 import asyncio
 from typing import Any
 
+import grpc
 import pytest
 from google.rpc import error_details_pb2
 
 from quire import AsyncClient, ChatMessage, Delta, SamplingParams, Usage
 from quire.errors import (
+    AnswerCut,
     DeadlineExceeded,
     InvalidRequest,
     NotFound,
+    NotSupported,
     Overloaded,
     QuireError,
     ServerFault,
@@ -97,6 +100,7 @@ async def test_a_cut_answer_goes_on_where_it_ended() -> None:
         answer = await client.complete("Hi", SamplingParams(temperature=1.0))
     assert answer.text == "".join(words(6))
     assert answer.token_ids == tuple(range(6))
+    assert (answer.finish_reason, answer.stop) == ("stop", 2)
     first, second, third = service.requests
     assert [r.attempt for r in service.requests] == [0, 1, 2]
     assert second.resume.token_ids.packed == b"\0\0\0\0\x01\0\0\0"
@@ -202,7 +206,7 @@ async def test_a_conversation() -> None:
             [ChatMessage(role="system", content="be brief"), {"role": "user", "content": "Hi"}],
             SamplingParams(max_tokens=2),
         )
-    assert (answer.text, answer.finish_reason) == (" w0 w1", "length")
+    assert (answer.text, answer.finish_reason, answer.stop) == (" w0 w1", "length", None)
     (request,) = service.requests
     sent = [(message.role, message.content) for message in request.messages]
     assert sent == [("system", "be brief"), ("user", "Hi")]
@@ -295,7 +299,7 @@ async def test_a_server_that_goes_away_in_the_middle() -> None:
         answer = client.generate("Hi")
         await anext(answer)
         await service.paused.wait()
-    with pytest.raises(Unreachable):
+    with pytest.raises(AnswerCut, match=r"^the answer was cut .*: cannot reach 127\.0\.0\.1"):
         await anext(answer)
     await client.__aexit__(None, None, None)
 
@@ -327,3 +331,74 @@ async def test_a_refusal_keeps_its_details() -> None:
 async def test_a_client_that_is_not_open_says_so() -> None:
     with pytest.raises(QuireError, match="async with"):
         await AsyncClient().info()
+
+
+@pytest.mark.parametrize("deadline", [float("inf"), 1e300, 10**400])
+async def test_a_deadline_that_never_comes(deadline: float) -> None:
+    service = FakeTextService(length=1)
+    async with serving(service) as target, AsyncClient(target) as client:
+        assert (await client.complete("Hi", deadline_s=deadline)).text == " w0"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"deadline_s": "1"}, "deadline_s: must be a number of seconds, got '1'"),
+        ({"deadline_s": True}, "deadline_s: must be a number of seconds, got True"),
+        ({"request_id": 5}, "request_id: must be text"),
+        ({"request_id": "a\ud800"}, "request_id: is not valid Unicode at character 1"),
+        ({"request_id": "é" * 65}, "request_id: must be at most 128 bytes, got 130"),
+        *(
+            ({"traceparent": wrong}, "traceparent: must be 1 to 512 printable ASCII characters")
+            for wrong in (5, b"a", "", "a\nb", "é", "x" * 513, "a\x7f")
+        ),
+        ({"params": {"temperature": 0}}, "params: must be SamplingParams, got dict"),
+    ],
+)
+async def test_a_wrong_option_is_named(options: dict[str, Any], message: str) -> None:
+    async with AsyncClient("127.0.0.1:1") as client:
+        for call in (client.generate, client.chat):
+            with pytest.raises(InvalidRequest) as caught:
+                call([], **options)
+            assert str(caught.value) == message
+
+
+async def test_what_runs_while_the_client_is_closed_says_so() -> None:
+    service = FakeTextService(pause=1)
+    async with serving(service) as target, asyncio.TaskGroup() as tasks:
+        async with AsyncClient(target) as client:
+            reading = tasks.create_task(_error_of(client.complete("Hi")))
+            await service.paused.wait()
+        assert (await reading).message == "the client was closed meanwhile"
+        async with AsyncClient(target) as client:
+            answer = client.generate("Hi")
+            await anext(answer)
+        error = await _error_of(anext(answer))
+        assert error.message == "the client was closed meanwhile"
+
+
+async def _error_of(call: Any) -> QuireError:
+    with pytest.raises(QuireError) as caught:
+        await call
+    return caught.value
+
+
+async def test_a_client_is_opened_once() -> None:
+    service = FakeTextService(length=1)
+    async with serving(service) as target, AsyncClient(target) as client:
+        with pytest.raises(QuireError, match="open already"):
+            await client.__aenter__()
+        assert (await client.complete("Hi")).text == " w0"
+
+
+async def test_an_address_where_texts_are_not_served() -> None:
+    server = grpc.aio.server()
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with AsyncClient(f"127.0.0.1:{port}") as client:
+            for call in (client.complete("Hi"), client.info()):
+                with pytest.raises(NotSupported, match=rf"^there is no TextService at .*:{port};"):
+                    await call
+    finally:
+        await server.stop(None)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,9 @@ import pytest
 from google.rpc import error_details_pb2
 
 from quire import AsyncClient, SamplingParams
-from quire.endpoints import Endpoint
-from quire.errors import AlreadyExists, InvalidRequest, Unavailable, Unreachable
+from quire.course import Course, Cut
+from quire.endpoints import Endpoint, Endpoints
+from quire.errors import AlreadyExists, AnswerCut, InvalidRequest, Unavailable, Unreachable
 from quire.v1 import text_pb2
 from tests.fakes.text_service import FakeTextService, failure, serving, unavailable, words
 
@@ -32,10 +34,24 @@ async def stoppable(service: FakeTextService, **options: Any) -> Any:
         yield target, stack.aclose
 
 
-@pytest.mark.parametrize("target", ["", " ", ",", "a:1,", [], ["a:1", ""], [7]])
+@pytest.mark.parametrize("target", ["", " ", ",", "a:1,", [], ["a:1", ""], [7], None, 5])
 def test_a_target_that_names_no_server_is_refused(target: Any) -> None:
     with pytest.raises(InvalidRequest, match="target: must name one server or more"):
         AsyncClient(target)
+
+
+@pytest.mark.parametrize(
+    "target", ["localhost", "hello", "http://a:1", "http://a", "a:0", "a:65536", ":1", "a:1/b"]
+)
+def test_what_is_no_address_is_refused(target: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        AsyncClient(["b:2", target])
+    assert str(caught.value) == f"target: must be HOST:PORT or unix:///PATH, got {target!r}"
+
+
+@pytest.mark.parametrize("target", ["[::1]:5", "dns:///a.b:65535", "unix:///tmp/x", "unix:x"])
+def test_other_forms_of_addresses(target: str) -> None:
+    assert AsyncClient(target).target == target
 
 
 @pytest.mark.parametrize("target", ["a:1, b:2", ["a:1", "b:2"], "a:1,b:2,a:1"])
@@ -258,3 +274,15 @@ async def test_unix_sockets(tmp_path: Path) -> None:
         for _ in range(4):
             assert (await client.complete("Hi")).text == " w0"
     assert [len(service.requests) for service in services] == [2, 2]
+
+
+async def test_the_only_server_has_time_to_be_started_again() -> None:
+    tries = inspect.signature(AsyncClient).parameters["resume_tries"].default
+    endpoints = Endpoints([NOBODY])
+    course, gone = Course(endpoints, tries), Unreachable("gone")
+    cut = Cut(endpoints.choose(()), connected=True, progressed=True, attempt=0)
+    pauses = [course.after(gone, cut, cause=gone) for _ in range(tries)]
+    assert 25 <= sum(pauses) <= 30
+    with pytest.raises(AnswerCut, match="gone"):
+        course.after(gone, cut, cause=gone)
+    await endpoints.close()

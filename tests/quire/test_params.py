@@ -1,6 +1,9 @@
 """Sampling parameters are checked when they are written down."""
 
+import copy
 import dataclasses
+import inspect
+import pickle
 from typing import Any
 
 import pytest
@@ -51,19 +54,31 @@ def test_limits_are_inside(values: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"temperature": -0.1}, "temperature: must be finite and >= 0, got -0.1"),
-        ({"temperature": float("nan")}, "temperature: must be finite and >= 0, got nan"),
-        ({"temperature": float("inf")}, "temperature: must be finite and >= 0, got inf"),
-        ({"temperature": 1e39}, "temperature: must be finite and >= 0, got 1e+39"),
+        (
+            {"temperature": -0.1},
+            "temperature: must be finite and from 0 to 3.4028235e+38, got -0.1",
+        ),
+        (
+            {"temperature": float("nan")},
+            "temperature: must be finite and from 0 to 3.4028235e+38, got nan",
+        ),
+        (
+            {"temperature": float("inf")},
+            "temperature: must be finite and from 0 to 3.4028235e+38, got inf",
+        ),
+        (
+            {"temperature": 1e39},
+            "temperature: must be finite and from 0 to 3.4028235e+38, got 1e+39",
+        ),
         ({"temperature": "1"}, "temperature: must be a number, got '1'"),
         ({"temperature": True}, "temperature: must be a number, got True"),
         ({"top_p": 0}, "top_p: must be in (0, 1], got 0"),
         ({"top_p": 1.01}, "top_p: must be in (0, 1], got 1.01"),
-        ({"top_k": -1}, "top_k: must be >= 0 (0 keeps all tokens), got -1"),
+        ({"top_k": -1}, "top_k: must be from 0 to 4294967295 (0 keeps all tokens), got -1"),
         ({"top_k": 1.5}, "top_k: must be a whole number, got 1.5"),
         ({"seed": -1}, "seed: must be from 0 to 2**64 - 1, got -1"),
         ({"seed": 2**64}, "seed: must be from 0 to 2**64 - 1, got 18446744073709551616"),
-        ({"max_tokens": 0}, "max_tokens: must be >= 1, got 0"),
+        ({"max_tokens": 0}, "max_tokens: must be from 1 to 4294967295, got 0"),
         ({"max_tokens": False}, "max_tokens: must be a whole number, got False"),
         ({"ignore_eos": "no"}, "ignore_eos: must be true or false, got 'no'"),
         ({"stop": [""]}, "stop: must be 1 to 256 characters each, got 0"),
@@ -98,7 +113,8 @@ def test_all_that_is_wrong_is_named_at_once() -> None:
     assert caught.value.field == "temperature"
     assert [field for field, _ in caught.value.violations] == list(values)
     assert str(caught.value) == (
-        "temperature: must be finite and >= 0, got -1; seed: must be a whole number, got True; "
+        "temperature: must be finite and from 0 to 3.4028235e+38, got -1; "
+        "seed: must be a whole number, got True; "
         "stop: must be 1 to 256 characters each, got 0; "
         "stop_token_ids: must be whole numbers, got 'a'"
     )
@@ -121,15 +137,29 @@ def test_keywords_from_outside() -> None:
 def test_keywords_of_later_versions_are_refused_by_name(name: str) -> None:
     with pytest.raises(NotSupported, match=rf"^{name} \(.+\) is not available in this version$"):
         SamplingParams.from_mapping({"seed": 1, name: 2})
+    with pytest.raises(NotSupported, match=rf"^{name} \(.+\) is not available in this version$"):
+        SamplingParams(**{"seed": 1, name: 2})
 
 
 def test_unknown_keywords_are_refused_by_name() -> None:
-    with pytest.raises(
-        InvalidRequest, match=r"^top_q: is no sampling parameter; known: ignore_eos"
-    ):
-        SamplingParams.from_mapping({"top_q": 1})
-    with pytest.raises(TypeError, match="top_q"):
-        SamplingParams(top_q=1)  # type: ignore[call-arg]  # that is the test
+    for make in (SamplingParams.from_mapping, lambda values: SamplingParams(**values)):
+        with pytest.raises(InvalidRequest) as caught:
+            make({"max_token": 3, "zzz": 1})
+        violations = dict(caught.value.violations)
+        assert violations["max_token"] == "is no sampling parameter; did you mean max_tokens?"
+        assert violations["zzz"].startswith("is no sampling parameter; known: ignore_eos, include_")
+    with pytest.raises(InvalidRequest, match=r"^sampling_params: must be keywords"):
+        SamplingParams(0.5)  # type: ignore[misc]  # that is the test
+
+
+def test_they_are_copied_like_any_value() -> None:
+    params = SamplingParams(top_k=3, stop="a", seed=1)
+    assert copy.copy(params) == copy.deepcopy(params) == params
+    assert pickle.loads(pickle.dumps(params)) == params
+    assert dataclasses.replace(params, seed=2) == SamplingParams(top_k=3, stop="a", seed=2)
+    with pytest.raises(NotSupported, match="min_p"):
+        dataclasses.replace(params, min_p=2)  # type: ignore[call-arg]  # that is the test
+    assert list(inspect.signature(SamplingParams).parameters) == list(dataclasses.asdict(params))
 
 
 def test_they_cannot_be_changed() -> None:

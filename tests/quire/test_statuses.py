@@ -94,6 +94,7 @@ def test_an_oversize_message_is_told_from_overload() -> None:
     text = "Received message larger than max (5000000 vs. 4194304)"
     error = error_of(Failed(grpc.StatusCode.RESOURCE_EXHAUSTED, text), "x")
     assert type(error) is errors.TooLarge
+    assert error.message == "a message of 5000000 bytes is over the limit of 4194304 bytes"
 
 
 def test_garbage_in_the_details_is_passed_over() -> None:

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import os
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,16 @@ async def started(*command: str, **options: Any) -> AsyncIterator[asyncio.subpro
         with contextlib.suppress(ProcessLookupError):
             process.kill()
         await process.wait()
+
+
+@contextlib.contextmanager
+def full_disk() -> Iterator[int]:
+    """A file that takes nothing, for standard output."""
+    full = os.open("/dev/full", os.O_WRONLY)
+    try:
+        yield full
+    finally:
+        os.close(full)
 
 
 async def quire(*arguments: str, stdin: str = "", **changes: str) -> Result:

@@ -1,6 +1,8 @@
 """`quire generate`, `quire chat` and `quire health`, as a person uses them."""
 
 import asyncio
+import contextlib
+import io
 import json
 import os
 import pty
@@ -10,8 +12,10 @@ from typing import Any
 
 import pytest
 
+from quire.cli.main import guarded
+from quire.errors import AnswerCut
 from tests.fakes.text_service import FakeTextService, failure, serving, words
-from tests.quire.cli.running_quire import environment, quire, started
+from tests.quire.cli.running_quire import environment, full_disk, quire, started
 
 ANSWER = "".join(words(5))
 
@@ -58,6 +62,7 @@ async def test_one_json_object() -> None:
         "text": ANSWER,
         "token_ids": [0, 1, 2, 3, 4],
         "finish_reason": "stop",
+        "stop": 2,
         "usage": {"prompt_tokens": 3, "completion_tokens": 5, "cached_tokens": 1},
         "seed": 7,
     }
@@ -69,6 +74,28 @@ async def test_no_server_says_how_to_start_one() -> None:
     assert result.err == (
         "quire: cannot reach 127.0.0.1:1 (Connection refused); start a server with: quire up\n"
     )
+
+
+async def test_a_server_that_does_not_come_back_is_not_said_to_be_missing() -> None:
+    error = AnswerCut("the answer was cut and cannot be taken up again: it is gone")
+
+    def fail() -> int:
+        raise error
+
+    # The wait for it to come back takes as long as it says; here is what is said after it.
+    stderr = io.StringIO()
+    with contextlib.redirect_stderr(stderr):
+        assert guarded(fail) == 1
+    assert stderr.getvalue() == f"quire: {error.message}\n"
+
+
+async def test_a_disk_that_is_full() -> None:
+    async with serving(FakeTextService()) as target:
+        command = (sys.executable, "-m", "quire", "generate", "--prompt", "Hi", "--target", target)
+        with full_disk() as full:
+            async with started(*command, stdout=full) as process:
+                _, err = await process.communicate()
+    assert (process.returncode, err) == (1, b"quire: No space left on device\n")
 
 
 async def test_a_refusal_is_one_line() -> None:

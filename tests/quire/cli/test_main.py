@@ -14,7 +14,7 @@ from quire.cli.command import CommandError, Entry, Group, Parser
 from quire.cli.main import OWN, guarded, main
 from quire.cli.model import COMMAND as MODEL
 from quire.errors import QuireError, Unreachable
-from tests.quire.cli.running_quire import quire, started
+from tests.quire.cli.running_quire import full_disk, quire, started
 
 Read = pytest.CaptureFixture[str]
 
@@ -99,6 +99,23 @@ def test_the_list_shows_what_can_be_used(capsys: Read) -> None:
             ["generate"],
             "quire generate: the following arguments are required: --prompt "
             "(see quire generate --help)",
+        ),
+        (
+            ["generate", "two words", "--seed", "1"],
+            "quire generate: the text goes after --prompt: --prompt 'two words'",
+        ),
+        (
+            ["generate", "--model", "x"],
+            "quire generate: there is no flag --model (see quire generate --help)",
+        ),
+        (
+            ["generate", "--prompt", "x", "--min-p", "0.1"],
+            "quire generate: --min-p (dropping tokens far less likely than the best) is not "
+            "available in this version",
+        ),
+        (
+            ["chat", "--n=2", "hi"],
+            "quire chat: --n (several answers to one prompt) is not available in this version",
         ),
         (
             ["generate", "--prompt", "x", "--max-tok", "1"],
@@ -225,7 +242,7 @@ async def test_too_many_of_a_service(tmp_path: Path) -> None:
     result = await quire("up", "--model", str(tmp_path), "--workers", "65", "--tokenizers", "0")
     assert (result.code, result.out) == (1, "")
     assert result.err == (
-        "quire: workers must be from 1 to 64, got 65; tokenizers must be from 1 to 64, got 0\n"
+        "quire: --workers must be from 1 to 64, got 65; --tokenizers must be from 1 to 64, got 0\n"
     )
 
 
@@ -274,3 +291,10 @@ def test_the_package_shows_what_it_has() -> None:
     except importlib.metadata.PackageNotFoundError:
         expected = "0+source"
     assert package.__version__ == expected
+
+
+async def test_a_full_disk_is_one_line() -> None:
+    with full_disk() as full:
+        async with started(sys.executable, "-m", "quire", "--version", stdout=full) as process:
+            _, err = await process.communicate()
+    assert (process.returncode, err) == (1, b"quire: No space left on device\n")
