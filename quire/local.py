@@ -26,15 +26,20 @@ from quire.local_plan import (
     SERVICES,
     LocalConfig,
     Member,
-    check_flags,
-    check_numbers,
-    dialled,
-    free_ports,
-    members_of,
+    WrongSettings,
+    checked_plan,
 )
 from quire.local_process import LocalProcess, RestartPolicy
 
-__all__ = ["CHECKS", "PROGRAMS", "LocalConfig", "LocalSet", "Phase", "RestartPolicy"]
+__all__ = [
+    "CHECKS",
+    "PROGRAMS",
+    "LocalConfig",
+    "LocalSet",
+    "Phase",
+    "RestartPolicy",
+    "WrongSettings",
+]
 
 _DRAIN_ORDER = ("tokenizer", "scheduler", "worker")
 _LONGEST_PARENT = 107 - len("/quire-xxxxxxxx/worker-63.sock")
@@ -69,17 +74,19 @@ class LocalSet:
 
     Entering starts all processes at once and returns when every one is ready. From then on a
     process that ends by itself is started again, see `LocalConfig.restarts`. Leaving ends the
-    processes in the order tokenizers, scheduler, workers. `kill` ends them all at once.
+    processes in the order tokenizers, scheduler, workers; where one was given up, all together and
+    soon, since nothing can be finished any more. `kill` ends them all at once.
 
     Args:
         config: what to start.
         on_phase: called when a process became ready.
-        on_restart: told in one line of each process that ended and is started again.
+        on_restart: told in one line of each process that ended and is started again, and in one
+            more when it is ready again.
         log_to: where to copy the logs of all processes, as they are written.
 
     Raises:
-        SetFailed: on entering: a setting is wrong, a port is taken, or a process ended before all
-            were ready.
+        WrongSettings: on entering: settings are wrong, or a port is taken; nothing was started.
+        SetFailed: on entering: a process ended before all were ready.
     """
 
     def __init__(
@@ -95,6 +102,7 @@ class LocalSet:
         self._on_restart = on_restart
         self._log_to = log_to
         self._processes: dict[str, list[LocalProcess]] = {service: [] for service in SERVICES}
+        self._returning: dict[str, asyncio.Task[None]] = {}
         self._scope = contextlib.AsyncExitStack()
         self._ending = asyncio.Event()
         self._failed = asyncio.Event()
@@ -116,17 +124,13 @@ class LocalSet:
 
     async def __aenter__(self) -> Self:
         config = self._config
-        check_numbers(config)
-        ports = free_ports(config.host, config.port, config.tokenizers)
-        self.targets = tuple(dialled(config.host, port) for port in ports)
         folder = self._scope.enter_context(claimed_folder(_run_parent(), "quire-"))
         try:
-            self.scheduler = f"unix://{folder}/scheduler.sock"
-            members = members_of(config, folder, self.scheduler, ports)
-            await check_flags(config, members)
+            plan = await checked_plan(config, folder)
+            self.scheduler, self.targets = plan.scheduler, plan.targets
             started = time.monotonic()
-            await self._start(members, folder)
-            await self._unless_failed(members, started)
+            await self._start(plan.members, folder)
+            await self._unless_failed(plan.members, started)
             for process in self._all():
                 process.restarts = True
         except BaseException:
@@ -178,18 +182,38 @@ class LocalSet:
                 policy=config.restarts,
                 drain_timeout_s=config.drain_timeout_s,
             )
+            if member.service == "worker":
+                process.if_killed = "is there enough memory?"
             self._processes[member.service].append(process)
-            tasks.create_task(self._supervise(process)).add_done_callback(process.is_over)
+            life = tasks.create_task(self._supervise(process, member, tasks))
+            life.add_done_callback(process.is_over)
         if self._log_to is not None:
             tasks.create_task(self._follow(self._log_to))
 
-    async def _supervise(self, process: LocalProcess) -> None:
+    async def _supervise(
+        self, process: LocalProcess, member: Member, tasks: asyncio.TaskGroup
+    ) -> None:
+        def on_death(line: str) -> None:
+            self._tell(line)
+            if member.name in self._returning:
+                self._returning[member.name].cancel()
+            returning = self._tell_ready_again(member, time.monotonic())
+            self._returning[member.name] = tasks.create_task(returning)
+
         try:
-            await process.run(self._on_restart or _nobody_told)
+            await process.run(on_death)
         except SetFailed as error:
             self._fail(error)
         except OSError as error:
             self._fail(SetFailed(f"cannot start {process.name}: {error}"))
+
+    async def _tell_ready_again(self, member: Member, died_at: float) -> None:
+        await _ready(member)
+        self._tell(f"{member.name} ready again after {time.monotonic() - died_at:.1f} s")
+
+    def _tell(self, line: str) -> None:
+        if self._on_restart is not None:
+            self._on_restart(line)
 
     def _fail(self, error: SetFailed) -> None:
         self._error = self._error or error
@@ -199,8 +223,7 @@ class LocalSet:
         """Waits until all are ready; SetFailed if one ends before."""
 
         async def ready(member: Member) -> None:
-            for target, service in member.ready_at:
-                await _serving(target, service)
+            await _ready(member)
             phase = Phase(member.name, time.monotonic() - started)
             self.phases = (*self.phases, phase)
             if self._on_phase is not None:
@@ -235,11 +258,14 @@ class LocalSet:
 
     async def _end(self) -> None:
         self._ending.set()
+        for task in self._returning.values():
+            task.cancel()
         try:
+            if self._error is not None:
+                hurry_s = min(self._config.hurry_timeout_s, self._config.drain_timeout_s)
+                await _ended(self._all(), hurry_s)
             for service in _DRAIN_ORDER:
-                async with asyncio.TaskGroup() as tasks:
-                    for process in self._processes[service]:
-                        tasks.create_task(process.end())
+                await _ended(self._processes[service])
         finally:
             self.kill()
             for process in self._all():
@@ -249,6 +275,19 @@ class LocalSet:
             for process in self._all():
                 process.close()
             await self._scope.aclose()
+
+
+async def _ended(processes: Sequence[LocalProcess], within_s: float | None = None) -> None:
+    """Ends all of them, side by side."""
+    async with asyncio.TaskGroup() as tasks:
+        for process in processes:
+            tasks.create_task(process.end(within_s))
+
+
+async def _ready(member: Member) -> None:
+    """Waits until it can serve."""
+    for target, service in member.ready_at:
+        await _serving(target, service)
 
 
 async def _serving(target: str, service: str) -> None:
@@ -262,10 +301,6 @@ async def _serving(target: str, service: str) -> None:
                 if response.status == health_pb2.HealthCheckResponse.SERVING:
                     return
             await asyncio.sleep(_POLL_S)
-
-
-def _nobody_told(_: str) -> None:
-    pass
 
 
 def _run_parent() -> Path:

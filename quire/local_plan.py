@@ -6,10 +6,11 @@ their flags and health names.
 
 import asyncio
 import contextlib
+import errno
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -34,6 +35,20 @@ MOST_OF_A_SERVICE = 64
 _TEXT_SERVICE, _TOKEN_SERVICE, _PROCESS = "quire.v1.TextService", "quire.v1.TokenService", ""
 _WORKER_SERVICE = "quire.v1.WorkerLinkService"
 _LAST_PORT = 65_535
+_FAULTS_OF_A_PORT = (errno.EADDRINUSE, errno.EACCES, errno.EPERM)
+_SOME_PORT = 1
+
+
+class WrongSettings(SetFailed):
+    """Settings of a set that cannot be used; nothing was started.
+
+    Args:
+        problems: each is one line and, where it is about one flag, begins with it.
+    """
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        super().__init__("; ".join(problems))
+        self.problems = tuple(problems)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +68,7 @@ class LocalConfig:
         restarts: when a process that ended by itself is started again.
         log_dir: where the logs go; None for the run folder, which goes away with the set.
         drain_timeout_s: how long a process may take to end after it was asked, seconds.
+        hurry_timeout_s: the same after one was given up, when nothing can be finished any more.
     """
 
     model: Path
@@ -67,6 +83,7 @@ class LocalConfig:
     restarts: RestartPolicy = field(default_factory=RestartPolicy)
     log_dir: Path | None = None
     drain_timeout_s: float = 40.0
+    hurry_timeout_s: float = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +95,45 @@ class Member:
     flags: tuple[str, ...]
     ready_at: tuple[tuple[str, str], ...]
     """Pairs of address and health name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a set consists of.
+
+    Attributes:
+        scheduler: where it listens.
+        targets: addresses at which the tokenizers are reached.
+        members: the processes.
+    """
+
+    scheduler: str
+    targets: tuple[str, ...]
+    members: tuple[Member, ...]
+
+
+async def checked_plan(config: LocalConfig, folder: Path) -> Plan:
+    """The set that `config` describes, once nothing that shows before a start is wrong with it.
+
+    Args:
+        config: what was asked for.
+        folder: of this run, for sockets.
+
+    Raises:
+        WrongSettings: numbers, ports and the flags of the services; all that is wrong.
+    """
+    scheduler = f"unix://{folder}/scheduler.sock"
+    wrong_numbers = _wrong_numbers(config)
+    try:
+        ports = () if wrong_numbers else free_ports(config.host, config.port, config.tokenizers)
+    except SetFailed as error:
+        ports, wrong_numbers = (), [error.message]
+    # The other flags can be checked all the same, with numbers that nobody complains about.
+    checked = replace(config, workers=1) if wrong_numbers else config
+    members = members_of(checked, folder, scheduler, ports or (_SOME_PORT,))
+    if problems := [*wrong_numbers, *await _wrong_flags(config, members)]:
+        raise WrongSettings(problems)
+    return Plan(scheduler, tuple(dialled(config.host, port) for port in ports), tuple(members))
 
 
 def members_of(
@@ -133,24 +189,27 @@ def members_of(
     return members
 
 
-def check_numbers(config: LocalConfig) -> None:
-    """Raises SetFailed if there are to be too few or too many of a service."""
-    counts = {"workers": config.workers, "tokenizers": config.tokenizers}
+def _wrong_numbers(config: LocalConfig) -> list[str]:
+    """What is wrong with the counts and the port, before any port is tried."""
+    counts = {"--workers": config.workers, "--tokenizers": config.tokenizers}
     problems = [
-        f"{name} must be from 1 to {MOST_OF_A_SERVICE}, got {count}"
-        for name, count in counts.items()
-        if not 1 <= count <= MOST_OF_A_SERVICE
+        f"{flag} must be from 1 to {MOST_OF_A_SERVICE}, got {count!r}"
+        for flag, count in counts.items()
+        # Callers from Python may pass anything, and True is not a count.
+        if type(count) is not int or not 1 <= count <= MOST_OF_A_SERVICE
     ]
-    if problems:
-        raise SetFailed("; ".join(problems))
+    if not 0 <= config.port <= _LAST_PORT:
+        problems.append(f"--port must be from 0 to {_LAST_PORT}, got {config.port}")
+    elif not problems and config.port + config.tokenizers - 1 > _LAST_PORT:
+        problems.append(
+            f"--port {config.port} leaves no room for {config.tokenizers} tokenizers on ports "
+            f"from there on; the last one is {_LAST_PORT}"
+        )
+    return problems
 
 
-async def check_flags(config: LocalConfig, members: Sequence[Member]) -> None:
-    """Lets each service say what is wrong with its flags, before anything is started.
-
-    Raises:
-        SetFailed: all that is wrong, on one line.
-    """
+async def _wrong_flags(config: LocalConfig, members: Sequence[Member]) -> list[str]:
+    """Lets each service say what is wrong with its flags."""
     one_each = {member.service: member for member in members}
     async with asyncio.TaskGroup() as tasks:
         said = [
@@ -159,9 +218,7 @@ async def check_flags(config: LocalConfig, members: Sequence[Member]) -> None:
             if service in config.checks
         ]
     # The services share some variables of the environment: the same problem once is enough.
-    problems = dict.fromkeys(problem for task in said for problem in task.result())
-    if problems:
-        raise SetFailed("; ".join(problems))
+    return list(dict.fromkeys(problem for task in said for problem in task.result()))
 
 
 async def _problems(command: Sequence[str]) -> list[str]:
@@ -186,14 +243,8 @@ def free_ports(host: str, port: int, count: int) -> tuple[int, ...]:
     """`count` ports from `port` on, or any free ones for 0, after trying them out.
 
     Raises:
-        SetFailed: one is taken or there is no such port; names it.
+        SetFailed: one is taken, or nobody can listen at `host`.
     """
-    if not 0 <= port <= _LAST_PORT:
-        raise SetFailed(f"the port must be from 0 to {_LAST_PORT}, got {port}")
-    if port + count - 1 > _LAST_PORT:
-        raise SetFailed(
-            f"{count} tokenizers on ports from {port} on go beyond the last one, {_LAST_PORT}"
-        )
     with contextlib.ExitStack() as trials:  # all at once, so that no port is found twice
         return tuple(_try_port(trials, host, port + i if port else 0) for i in range(count))
 
@@ -206,10 +257,15 @@ def _try_port(trials: contextlib.ExitStack, host: str, port: int) -> int:
         trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         trial.bind(place)
         return int(trial.getsockname()[1])
+    except UnicodeError as error:  # a name that no name can be
+        raise SetFailed(f"cannot listen on {host!r} ({error}); choose another --host") from error
     except OSError as error:
-        where = address(host, port)
         reason = error.strerror or str(error)
-        raise SetFailed(f"cannot listen on {where} ({reason}); choose another --port") from error
+        if not isinstance(error, socket.gaierror) and error.errno in _FAULTS_OF_A_PORT:
+            where, flag = address(host, port), "--port"
+        else:
+            where, flag = host, "--host"
+        raise SetFailed(f"cannot listen on {where} ({reason}); choose another {flag}") from error
 
 
 def dialled(host: str, port: int) -> str:

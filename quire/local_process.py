@@ -99,6 +99,8 @@ class LocalProcess:
         """Of the program while it runs."""
         self.restarts = False
         """Whether an end that nobody asked for is followed by a new start."""
+        self.if_killed = ""
+        """What to ask oneself when it was killed by SIGKILL, for the message."""
         self._over = asyncio.Event()
         self._command = tuple(command)
         self._path = log
@@ -148,11 +150,15 @@ class LocalProcess:
         # The process in between kills its program and ends when that is gone.
         self._send(signal.SIGUSR1)
 
-    async def end(self) -> None:
-        """Asks the process to end, makes it after the time for that, and waits for it."""
+    async def end(self, within_s: float | None = None) -> None:
+        """Asks the process to end, makes it after the time for that, and waits for it.
+
+        Args:
+            within_s: the time, seconds; None for its own.
+        """
         self._send(signal.SIGTERM)
         try:
-            async with asyncio.timeout(self._drain_timeout_s):
+            async with asyncio.timeout(self._drain_timeout_s if within_s is None else within_s):
                 await self._over.wait()
         except TimeoutError:
             self.kill()
@@ -220,7 +226,7 @@ class LocalProcess:
     def _how(self, code: int) -> str:
         if code == -signal.SIGKILL:
             # What was logged last has nothing to do with it.
-            return "was killed by SIGKILL (is there enough memory?)"
+            return f"was killed by SIGKILL{self.if_killed and f' ({self.if_killed})'}"
         if code == 0:
             return "ended in order, though nobody asked it to"
         how = f"ended with exit code {code}" if code > 0 else f"was killed by {_signal_name(-code)}"

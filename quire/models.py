@@ -29,6 +29,7 @@ __all__ = [
     "pulled_models",
     "pulled_name",
     "quire_home",
+    "require_weights",
 ]
 
 
@@ -163,6 +164,20 @@ def locate_model(model: str) -> LocatedModel:
     raise ModelNotFound(
         f"model {model} is not on this machine; get it with: quire model pull {name}"
     )
+
+
+def require_weights(model: LocatedModel) -> None:
+    """Looks whether a folder can be that of a model, without reading any file.
+
+    Raises:
+        ModelNotFound: it has no weights, or nothing says what they are.
+    """
+    if any(model.path.glob("*.gguf")):
+        return
+    if not any(model.path.glob("*.safetensors")):
+        raise ModelNotFound(f"{model.path} holds no model: no *.safetensors and no *.gguf in it")
+    if not (model.path / "config.json").exists():
+        raise ModelNotFound(f"{model.path} holds no model: weights, but no config.json")
 
 
 def _is_path(model: str) -> bool:

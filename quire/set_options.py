@@ -4,6 +4,7 @@ One table for the commands, which take them as flags, and for `LLM`, which takes
 """
 
 import difflib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -64,9 +65,19 @@ LATER: Mapping[str, LaterSetting] = MappingProxyType(
 """Settings of later versions by flag; refused by name, never ignored."""
 
 
+_FLAG = re.compile(r"--[a-z]+(?:-[a-z]+)*")
+
+
 def keyword(flag: str) -> str:
     """The keyword that `flag` is in Python: `--max-model-len` is `max_model_len`."""
     return flag.removeprefix("--").replace("-", "_")
+
+
+def in_keywords(text: str) -> str:
+    """`text` with the settings of a set named as in Python, where it names flags."""
+    flags = {flag for several in PASSED.values() for flag, *_ in several}
+    flags |= {f"--{name.replace('_', '-')}" for name in OF_THE_SET}
+    return _FLAG.sub(lambda found: keyword(found[0]) if found[0] in flags else found[0], text)
 
 
 def flags_of(settings: Mapping[str, object]) -> dict[str, tuple[str, ...]]:

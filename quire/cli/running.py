@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import Awaitable, Callable
 
+from quire.errors import SetFailed
 from quire.local import LocalConfig, LocalSet, Phase
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -36,6 +37,7 @@ async def with_local_set(
     task = asyncio.current_task()
     assert task is not None
     received: list[signal.Signals] = []
+    lost: SetFailed | None = None
 
     def on_signal(number: signal.Signals) -> None:
         received.append(number)
@@ -50,15 +52,22 @@ async def with_local_set(
         loop.add_signal_handler(number, on_signal, number)
     try:
         async with local:
-            await work(local)
+            try:
+                await work(local)
+            except SetFailed as error:
+                _say(error.message)  # at once: ending the others takes a moment
+                lost = SetFailed("all processes have ended, since one was given up")
     except asyncio.CancelledError:
         if not received:
             raise
         task.uncancel()
-        return False
+        if lost is None:
+            return False
     finally:
         for number in _SIGNALS:
             loop.remove_signal_handler(number)
+    if lost is not None:
+        raise lost
     return True
 
 

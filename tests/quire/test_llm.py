@@ -334,9 +334,21 @@ async def test_it_works_where_a_loop_runs(llm: LLM) -> None:
 
 
 @pytest.mark.system
-def test_a_setting_that_a_service_refuses(checkpoint: Path) -> None:
-    with pytest.raises(SetFailed, match="dtype"):
-        LLM(checkpoint, dtype="float7")
+def test_settings_that_do_not_fit_are_all_named(checkpoint: Path) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        LLM(checkpoint, workers=0, dtype="float7", max_model_len=-5)
+    assert caught.value.violations == (
+        ("workers", "must be from 1 to 64, got 0"),
+        ("dtype", "must be one of auto, float32, bfloat16, float16, got float7"),
+        ("max_model_len", "must be >= 2, got -5"),
+    )
+
+
+@pytest.mark.system
+def test_what_only_shows_with_the_model_is_said_in_keywords(checkpoint: Path) -> None:
+    with pytest.raises(SetFailed, match=r"worker-0 ended with exit code 2: .*max_model_len") as up:
+        LLM(checkpoint, device="cpu", max_model_len=10**8)
+    assert "--" not in up.value.message
 
 
 # Programs of their own: how they end.

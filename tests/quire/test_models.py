@@ -7,12 +7,14 @@ import pytest
 from quire.models import (
     ALIASES,
     DEFAULT_MODEL,
+    LocatedModel,
     ModelNotFound,
     find_alias,
     is_hub_id,
     locate_model,
     pulled_models,
     quire_home,
+    require_weights,
 )
 
 ALIAS = ALIASES[DEFAULT_MODEL]
@@ -129,3 +131,26 @@ def test_the_list_leaves_out_what_is_still_being_fetched(home: Path) -> None:
 )
 def test_hub_ids(text: str, *, is_one: bool) -> None:
     assert is_hub_id(text) is is_one
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ([], "no *.safetensors and no *.gguf in it"),
+        (["config.json", "pytorch_model.bin"], "no *.safetensors and no *.gguf in it"),
+        (["model.safetensors"], "weights, but no config.json"),
+    ],
+)
+def test_a_folder_without_a_model(tmp_path: Path, files: list[str], message: str) -> None:
+    for name in files:
+        (tmp_path / name).touch()
+    with pytest.raises(ModelNotFound) as caught:
+        require_weights(LocatedModel(name="m", path=tmp_path))
+    assert str(caught.value) == f"{tmp_path} holds no model: {message}"
+
+
+@pytest.mark.parametrize("files", [["m.gguf"], ["config.json", "model-1-of-2.safetensors"]])
+def test_a_folder_with_a_model(tmp_path: Path, files: list[str]) -> None:
+    for name in files:
+        (tmp_path / name).touch()
+    require_weights(LocatedModel(name="m", path=tmp_path))

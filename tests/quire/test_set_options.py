@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from quire.errors import InvalidRequest, NotSupported, UnknownSetting
-from quire.set_options import LATER, PASSED, flags_of, keyword
+from quire.set_options import LATER, PASSED, flags_of, in_keywords, keyword
 
 
 def test_each_setting_goes_to_the_process_that_understands_it() -> None:
@@ -70,3 +70,10 @@ def test_an_unknown_setting_is_named(name: str, hint: str) -> None:
 def test_a_value_of_a_wrong_kind_is_named() -> None:
     with pytest.raises(InvalidRequest, match=r"dtype: must be text, a number, .* got list"):
         flags_of({"dtype": ["float32"]})
+
+
+def test_a_message_about_flags_in_keywords() -> None:
+    message = "--max-model-len=9 is over 8; see --block-size, --workers and --unknown-thing"
+    assert in_keywords(message) == (
+        "max_model_len=9 is over 8; see block_size, workers and --unknown-thing"
+    )
