@@ -8,7 +8,7 @@ import sys
 from quire.answers import ChatMessage
 from quire.cli.command import CommandError, UsageError
 from quire.cli.sampling import add_request_flags, as_json, sampling_params
-from quire.cli.terminal import read_stdin, stream_answer
+from quire.cli.terminal import read_stdin, stream_answer, tell_if_it_waits
 from quire.client import AsyncClient
 from quire.errors import QuireError
 from quire.params import SamplingParams
@@ -52,6 +52,7 @@ async def _answer_once(
 ) -> None:
     messages = [*system, ChatMessage(role="user", content=question)]
     async with AsyncClient(args.target) as client:
+        await tell_if_it_waits(client)
         if args.json:
             answer = await client.complete_chat(messages, params, deadline_s=args.deadline)
             print(as_json(answer))

@@ -7,7 +7,7 @@ from typing import Any
 
 from quire.cli.command import UsageError
 from quire.cli.sampling import add_request_flags, as_json, sampling_params
-from quire.cli.terminal import read_stdin, stream_answer
+from quire.cli.terminal import read_stdin, stream_answer, tell_if_it_waits
 from quire.client import AsyncClient
 
 
@@ -53,6 +53,7 @@ async def _generate(args: argparse.Namespace) -> None:
     params = sampling_params(args)
     prompt = read_stdin() if args.prompt == "-" else args.prompt
     async with AsyncClient(args.target) as client:
+        await tell_if_it_waits(client)
         if args.json:
             print(as_json(await client.complete(prompt, params, deadline_s=args.deadline)))
         else:

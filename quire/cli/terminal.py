@@ -6,6 +6,8 @@ from collections.abc import AsyncGenerator
 
 from quire.answers import Delta
 from quire.cli.command import CommandError
+from quire.client import AsyncClient
+from quire.errors import QuireError
 
 # A model may write anything; a terminal must not be told to do things by it.
 _UNSAFE = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(127, 160))}
@@ -30,6 +32,17 @@ async def stream_answer(answer: AsyncGenerator[Delta, None], into: list[str]) ->
             if into and not into[-1].endswith("\n"):
                 sys.stdout.write("\n")
                 sys.stdout.flush()
+
+
+async def tell_if_it_waits(client: AsyncClient) -> None:
+    """Says on standard error that the server is not ready, so that its silence is understood."""
+    try:
+        ready = await client.is_ready()
+    except QuireError:
+        return  # the request will say what is wrong
+    if not ready:
+        where = f"quire: {client.target} is not ready to serve; the request waits for it"
+        print(where, file=sys.stderr, flush=True)
 
 
 def read_stdin() -> str:

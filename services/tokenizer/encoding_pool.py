@@ -108,13 +108,21 @@ class EncodingPool:
         future.add_done_callback(self._done)
         try:
             # Shielded, so that a job nobody waits for is still counted while it holds its texts.
-            return await asyncio.shield(asyncio.wrap_future(future))
+            result = asyncio.shield(asyncio.wrap_future(future))
+            result.add_done_callback(_note_error)
+            return await result
         finally:
             job.is_wanted = False
 
     def _done(self, _future: Future[T]) -> None:
         with self._lock:
             self._waiting -= 1
+
+
+def _note_error(result: asyncio.Future[T]) -> None:
+    """A caller that went without being cancelled misses its error; the loop need not tell of it."""
+    if not result.cancelled():
+        result.exception()
 
 
 class _Job(Generic[T]):

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import sys
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -107,7 +108,7 @@ async def lose_a_worker_three_times(
     assert requeues >= 3 * STREAMS // 8
     assert counters.preemptions == before.preemptions
     again = counters.recomputed_tokens - before.recomputed_tokens
-    print(f"{streams.completed} answers, {requeues} requeues, {again} tokens computed again")
+    sys.stdout.write(f"{streams.completed} answers, {requeues} requeues, {again} computed again\n")
     assert 0 < again <= requeues * (PROMPT + ANSWER)
 
 

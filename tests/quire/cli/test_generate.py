@@ -68,6 +68,16 @@ async def test_one_json_object() -> None:
     }
 
 
+@pytest.mark.parametrize("command", [("generate", "--prompt", "Hi"), ("chat", "Hi")])
+async def test_a_server_that_is_not_ready_is_waited_for_with_a_word(
+    command: tuple[str, ...],
+) -> None:
+    async with serving(FakeTextService(), ready=False) as target:
+        result = await quire(*command, "--target", target)
+    assert (result.code, result.out) == (0, f"{ANSWER}\n")
+    assert result.err == (f"quire: {target} is not ready to serve; the request waits for it\n")
+
+
 async def test_no_server_says_how_to_start_one() -> None:
     result = await quire("generate", "--prompt", "Hi", "--target", "127.0.0.1:1")
     assert (result.code, result.out) == (1, "")

@@ -1,4 +1,5 @@
 import asyncio
+import gc
 import itertools
 import threading
 import time
@@ -118,6 +119,25 @@ async def test_too_many_calls_are_refused_until_some_are_done(encoding: Encoding
             slow.may_go_on.set()
         assert [task.result() for task in waiting] == [[byte_ids(b"a")]] * 2
         assert await encode(pool) == [byte_ids(b"a")]
+
+
+async def test_callers_that_went_away_leave_no_word_in_the_log(
+    encoding: Encoding, caplog: pytest.LogCaptureFixture
+) -> None:
+    slow = SlowEncoding(encoding)
+    with pool_of(slow, threads=1) as pool:
+        gone = [encode(pool, text) for text in ("a", "b")]
+        for call in gone:
+            call.send(None)
+        await eventually(lambda: slow.begun == 1)
+        for call in gone:
+            call.close()  # as of a handler that gRPC lets go of without cancelling it
+        slow.may_go_on.set()
+        assert await encode(pool) == [byte_ids(b"a")]
+        await asyncio.sleep(0)
+        gc.collect()
+    assert slow.begun == 2
+    assert not caplog.records
 
 
 async def test_a_call_nobody_waits_for_is_not_made_but_counts_until_it_is_gone(
