@@ -197,7 +197,7 @@ class LocalSet:
             self._tell(line)
             if member.name in self._returning:
                 self._returning[member.name].cancel()
-            returning = self._tell_ready_again(member, time.monotonic())
+            returning = self._tell_ready_again(process, member, time.monotonic())
             self._returning[member.name] = tasks.create_task(returning)
 
         try:
@@ -207,7 +207,11 @@ class LocalSet:
         except OSError as error:
             self._fail(SetFailed(f"cannot start {process.name}: {error}"))
 
-    async def _tell_ready_again(self, member: Member, died_at: float) -> None:
+    async def _tell_ready_again(
+        self, process: LocalProcess, member: Member, died_at: float
+    ) -> None:
+        # Nobody answers before it runs, and a fork beside the threads of busy channels may hang.
+        await process.runs.wait()
         await _ready(member)
         self._tell(f"{member.name} ready again after {time.monotonic() - died_at:.1f} s")
 

@@ -97,6 +97,8 @@ class LocalProcess:
         self.name = name
         self.pid: int | None = None
         """Of the program while it runs."""
+        self.runs = asyncio.Event()
+        """Set while the program runs."""
         self.restarts = False
         """Whether an end that nobody asked for is followed by a new start."""
         self.if_killed = ""
@@ -192,8 +194,10 @@ class LocalProcess:
         assert handle.stdout is not None
         told = await handle.stdout.readline()
         self.pid = int(told) if told.strip().isdigit() else None
+        self.runs.set()
         code = await handle.wait()
         self.pid = None
+        self.runs.clear()
         # Whatever the program left running, or the program itself if only the process in between
         # is gone: it would hold the port of the next start.
         with contextlib.suppress(ProcessLookupError, PermissionError):
