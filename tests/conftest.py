@@ -8,6 +8,9 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 # Read once, when the libraries are imported, so before any test module is.
 os.environ.setdefault("OMP_NUM_THREADS", "1" if "PYTEST_XDIST_WORKER" in os.environ else "2")
 os.environ["HF_HUB_OFFLINE"] = "1"
+# uvloop starts programs by a plain fork, and gRPC's handlers for that crash now and then while
+# calls are under way. Every fork here becomes another program at once and needs none of them.
+os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import hypothesis
