@@ -36,8 +36,8 @@ test: model ## all tests; with ARGS="-k name" those, in one process
 ifdef ARGS
 	@$(BIN)/python -m pytest $(ARGS)
 else
-	@$(BIN)/python -m pytest -n auto --dist loadfile -m "not system" && echo "now those that start services" && \
-	  $(BIN)/python -m pytest -m system
+	@$(BIN)/python -m pytest -n auto --dist loadfile -m "not system"; first=$$?; \
+	  echo "now those that start services"; $(BIN)/python -m pytest -m system && exit $$first
 endif
 
 check: check-lint check-types check-imports check-stubs check-compose ## lint, types, import rules, stubs, compose

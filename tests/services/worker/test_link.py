@@ -32,6 +32,8 @@ async def test_dials_until_a_scheduler_is_there_and_says_so_once(address, caplog
             worker.stopping.set()
             while await link.received() is not None:
                 pass
+            # Only then may the scheduler go: the answer to the goodbye is still on its way.
+            await eventually(lambda: "detached: " in caplog.text)
     lines = [record.message for record in caplog.records if record.name.endswith("link")]
     assert [line.split(" ")[0] for line in lines] == ["no", "attached", "detached:"]
     assert lines[-1] == "detached: goodbye said and answered"
