@@ -73,6 +73,7 @@ def _ask_of_prompt(
         placed=partial(_placed, where, ("prompt", "text", "token_ids")),
         request_id=name,
         prompt=prompt if isinstance(prompt, str) else None,
+        # The check above leaves ids here, which mypy does not follow.
         prompt_token_ids=None if is_text else tuple(prompt),  # type: ignore[arg-type]
     )
 
