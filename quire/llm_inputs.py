@@ -67,14 +67,12 @@ def asks_of_chats(
 def _ask_of_prompt(
     prompt: str | tuple[int, ...], where: str, params: SamplingParams, name: str
 ) -> Ask:
-    is_text = isinstance(prompt, str)
     return Ask(
         start=partial(_start_prompt, prompt, params, name),
         placed=partial(_placed, where, ("prompt", "text", "token_ids")),
         request_id=name,
         prompt=prompt if isinstance(prompt, str) else None,
-        # The check above leaves ids here, which mypy does not follow.
-        prompt_token_ids=None if is_text else tuple(prompt),  # type: ignore[arg-type]
+        prompt_token_ids=None if isinstance(prompt, str) else prompt,
     )
 
 

@@ -135,8 +135,8 @@ class SamplingParams:
         return params
 
 
-# What `help` shows of the class is what `__init__` takes, in spite of `__new__`. `inspect` reads this
-# attribute; the type of a class does not list it.
+# What `help` shows of the class is what `__init__` takes, in spite of `__new__`. `inspect` reads
+# this attribute; the type of a class does not list it.
 _TAKEN = inspect.signature(SamplingParams.__init__)
 SamplingParams.__signature__ = _TAKEN.replace(  # type: ignore[attr-defined]
     parameters=list(_TAKEN.parameters.values())[1:]
