@@ -269,7 +269,7 @@ class Scheduler:
 
     # Ends
 
-    def _end(self, request: Request, reason: EndReason, stop_token_id: int | None = None) -> Ended:
+    def _end(self, request: Request, reason: EndReason) -> Ended:
         """The one place where a request ends: frees what it holds and makes its terminal event."""
         if request.status is Status.RUNNING:
             worker = self._workers[request.worker_id]
