@@ -15,16 +15,16 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from services.scheduler.core.config import Config
 from services.scheduler.core.plan import (
     AddRequest,
-    Config,
     Sampling,
     StepPlan,
     StepResult,
     WorkerSpec,
 )
 from services.scheduler.core.scheduler import Scheduler
-from services.scheduler.hashing import chain_hash
+from services.scheduler.hashing import SHA256
 
 _BLOCK_SIZE = 16
 _PROMPT_TOKENS = 64
@@ -70,7 +70,7 @@ class _EchoWorker:
 
 def decode_cost(rows: int, *, steps: int, prefix_caching: bool) -> DecodeCost:
     """Times `steps` steps of `rows` decoding requests."""
-    core = Scheduler(Config(enable_prefix_caching=prefix_caching), chain_hash)
+    core = Scheduler(Config(enable_prefix_caching=prefix_caching), SHA256)
     max_tokens = steps + 2 * _BLOCK_SIZE
     total = _PROMPT_TOKENS + _BLOCK_SIZE + max_tokens
     spec, _, _ = core.attach(
@@ -84,7 +84,7 @@ def decode_cost(rows: int, *, steps: int, prefix_caching: bool) -> DecodeCost:
             vocab_size=_VOCAB,
             eos_token_ids=(2,),
             max_in_flight=2,
-            chain_root=b"benchmark",
+            model_digest=b"benchmark",
         ),
         0,
     )
@@ -109,12 +109,12 @@ def decode_cost(rows: int, *, steps: int, prefix_caching: bool) -> DecodeCost:
     times: list[float] = []
     for _ in range(steps):
         started = time.perf_counter()
-        plan = core.plan("echo")
+        plan = core.plan("echo", 0)
         planned = time.perf_counter() - started
         assert plan is not None, "two steps in flight: the next one is planned before the answer"
         result = worker.answer(open_step)
         started = time.perf_counter()
-        core.apply("echo", result)
+        core.apply("echo", result, 0)
         times.append(planned + time.perf_counter() - started)
         open_step = plan
     micros = np.array(times) * 1e6
@@ -130,11 +130,11 @@ def decode_cost(rows: int, *, steps: int, prefix_caching: bool) -> DecodeCost:
 def _steady(core: Scheduler, worker: _EchoWorker, spec: WorkerSpec) -> StepPlan:
     """Runs until every request decodes; returns the one open step."""
     while True:
-        plan = core.plan(spec.worker_id)
+        plan = core.plan(spec.worker_id, 0)
         assert plan is not None
         if plan.slots.size == spec.max_num_seqs and not plan.new_rows:
             return plan
-        core.apply(spec.worker_id, worker.answer(plan))
+        core.apply(spec.worker_id, worker.answer(plan), 0)
 
 
 class SchedulerBench:

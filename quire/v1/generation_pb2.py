@@ -24,15 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19quire/v1/generation.proto\x12\x08quire.v1\"\'\n\x08TokenIds\x12\x0e\n\x06packed\x18\x01 \x01(\x0c\x12\x0b\n\x03ids\x18\x02 \x03(\r\"\x92\x01\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x11\n\x04seed\x18\x04 \x01(\x04H\x03\x88\x01\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x07\n\x05_seed\"f\n\x10StoppingCriteria\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x12\n\nignore_eos\x18\x02 \x01(\x08\x12\x16\n\x0estop_token_ids\x18\x03 \x03(\rB\r\n\x0b_max_tokens\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19quire/v1/generation.proto\x12\x08quire.v1\"\'\n\x08TokenIds\x12\x0e\n\x06packed\x18\x01 \x01(\x0c\x12\x0b\n\x03ids\x18\x02 \x03(\r\"\x92\x01\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x11\n\x04seed\x18\x04 \x01(\x04H\x03\x88\x01\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x07\n\x05_seed\"f\n\x10StoppingCriteria\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x12\n\nignore_eos\x18\x02 \x01(\x08\x12\x16\n\x0estop_token_ids\x18\x03 \x03(\rB\r\n\x0b_max_tokens\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\xb7\x02\n\x11SchedulingOptions\x12\x16\n\x0epriority_class\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x18\n\x0b\x64\x65\x61\x64line_ms\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x1b\n\x0ettft_target_ms\x18\x04 \x01(\rH\x01\x88\x01\x01\x12\x1b\n\x0etpot_target_ms\x18\x05 \x01(\rH\x02\x88\x01\x01\x12\x11\n\tshed_late\x18\x06 \x01(\x08\x12\x12\n\nsession_id\x18\x07 \x01(\t\x12\x17\n\ncache_salt\x18\x08 \x01(\tH\x03\x88\x01\x01\x12!\n\x19skip_reading_prefix_cache\x18\t \x01(\x08\x42\x0e\n\x0c_deadline_msB\x11\n\x0f_ttft_target_msB\x11\n\x0f_tpot_target_msB\r\n\x0b_cache_salt*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'quire.v1.generation_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=415
-  _globals['_FINISHREASON']._serialized_end=535
+  _globals['_FINISHREASON']._serialized_start=729
+  _globals['_FINISHREASON']._serialized_end=849
   _globals['_TOKENIDS']._serialized_start=39
   _globals['_TOKENIDS']._serialized_end=78
   _globals['_SAMPLINGPARAMS']._serialized_start=81
@@ -41,4 +41,6 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STOPPINGCRITERIA']._serialized_end=331
   _globals['_USAGE']._serialized_start=333
   _globals['_USAGE']._serialized_end=413
+  _globals['_SCHEDULINGOPTIONS']._serialized_start=416
+  _globals['_SCHEDULINGOPTIONS']._serialized_end=727
 # @@protoc_insertion_point(module_scope)

@@ -57,3 +57,25 @@ class Usage(_message.Message):
     completion_tokens: int
     cached_tokens: int
     def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+
+class SchedulingOptions(_message.Message):
+    __slots__ = ("priority_class", "tenant", "deadline_ms", "ttft_target_ms", "tpot_target_ms", "shed_late", "session_id", "cache_salt", "skip_reading_prefix_cache")
+    PRIORITY_CLASS_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
+    TTFT_TARGET_MS_FIELD_NUMBER: _ClassVar[int]
+    TPOT_TARGET_MS_FIELD_NUMBER: _ClassVar[int]
+    SHED_LATE_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    SKIP_READING_PREFIX_CACHE_FIELD_NUMBER: _ClassVar[int]
+    priority_class: str
+    tenant: str
+    deadline_ms: int
+    ttft_target_ms: int
+    tpot_target_ms: int
+    shed_late: bool
+    session_id: str
+    cache_salt: str
+    skip_reading_prefix_cache: bool
+    def __init__(self, priority_class: _Optional[str] = ..., tenant: _Optional[str] = ..., deadline_ms: _Optional[int] = ..., ttft_target_ms: _Optional[int] = ..., tpot_target_ms: _Optional[int] = ..., shed_late: _Optional[bool] = ..., session_id: _Optional[str] = ..., cache_salt: _Optional[str] = ..., skip_reading_prefix_cache: _Optional[bool] = ...) -> None: ...

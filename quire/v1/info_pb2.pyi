@@ -24,23 +24,73 @@ class GetLoadsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetLoadsResponse(_message.Message):
-    __slots__ = ("running", "waiting", "accepted", "ended", "workers", "counters")
+    __slots__ = ("running", "waiting", "accepted", "ended", "workers", "counters", "waiting_tokens", "classes", "tenants", "stall")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     ENDED_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CLASSES_FIELD_NUMBER: _ClassVar[int]
+    TENANTS_FIELD_NUMBER: _ClassVar[int]
+    STALL_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: int
     accepted: int
     ended: int
     workers: _containers.RepeatedCompositeFieldContainer[WorkerLoad]
     counters: SchedulerCounters
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., accepted: _Optional[int] = ..., ended: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerLoad, _Mapping]]] = ..., counters: _Optional[_Union[SchedulerCounters, _Mapping]] = ...) -> None: ...
+    waiting_tokens: int
+    classes: _containers.RepeatedCompositeFieldContainer[ClassLoad]
+    tenants: _containers.RepeatedCompositeFieldContainer[TenantLoad]
+    stall: Stall
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., accepted: _Optional[int] = ..., ended: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerLoad, _Mapping]]] = ..., counters: _Optional[_Union[SchedulerCounters, _Mapping]] = ..., waiting_tokens: _Optional[int] = ..., classes: _Optional[_Iterable[_Union[ClassLoad, _Mapping]]] = ..., tenants: _Optional[_Iterable[_Union[TenantLoad, _Mapping]]] = ..., stall: _Optional[_Union[Stall, _Mapping]] = ...) -> None: ...
+
+class ClassLoad(_message.Message):
+    __slots__ = ("name", "running", "waiting", "weight", "ttft_met", "ttft_missed", "targets_met", "targets_missed")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    TTFT_MET_FIELD_NUMBER: _ClassVar[int]
+    TTFT_MISSED_FIELD_NUMBER: _ClassVar[int]
+    TARGETS_MET_FIELD_NUMBER: _ClassVar[int]
+    TARGETS_MISSED_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    running: int
+    waiting: int
+    weight: int
+    ttft_met: int
+    ttft_missed: int
+    targets_met: int
+    targets_missed: int
+    def __init__(self, name: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., weight: _Optional[int] = ..., ttft_met: _Optional[int] = ..., ttft_missed: _Optional[int] = ..., targets_met: _Optional[int] = ..., targets_missed: _Optional[int] = ...) -> None: ...
+
+class TenantLoad(_message.Message):
+    __slots__ = ("name", "running", "waiting", "served_tokens")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    SERVED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    running: int
+    waiting: int
+    served_tokens: int
+    def __init__(self, name: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., served_tokens: _Optional[int] = ...) -> None: ...
+
+class Stall(_message.Message):
+    __slots__ = ("request_id", "reason", "stalled_us")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    STALLED_US_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    reason: str
+    stalled_us: int
+    def __init__(self, request_id: _Optional[str] = ..., reason: _Optional[str] = ..., stalled_us: _Optional[int] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("worker_id", "epoch", "running", "blocks_total", "blocks_free", "blocks_evictable", "steps", "steps_in_flight", "timings")
+    __slots__ = ("worker_id", "epoch", "running", "blocks_total", "blocks_free", "blocks_evictable", "steps", "steps_in_flight", "timings", "blocks_pinned")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
@@ -50,6 +100,7 @@ class WorkerLoad(_message.Message):
     STEPS_FIELD_NUMBER: _ClassVar[int]
     STEPS_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_PINNED_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     epoch: int
     running: int
@@ -59,7 +110,8 @@ class WorkerLoad(_message.Message):
     steps: int
     steps_in_flight: int
     timings: LinkTimings
-    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., running: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_free: _Optional[int] = ..., blocks_evictable: _Optional[int] = ..., steps: _Optional[int] = ..., steps_in_flight: _Optional[int] = ..., timings: _Optional[_Union[LinkTimings, _Mapping]] = ...) -> None: ...
+    blocks_pinned: int
+    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., running: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_free: _Optional[int] = ..., blocks_evictable: _Optional[int] = ..., steps: _Optional[int] = ..., steps_in_flight: _Optional[int] = ..., timings: _Optional[_Union[LinkTimings, _Mapping]] = ..., blocks_pinned: _Optional[int] = ...) -> None: ...
 
 class LinkTimings(_message.Message):
     __slots__ = ("steps", "link_us_p50", "link_us_p99", "execute_us_p50", "execute_us_p99", "idle_us_p50")
@@ -78,7 +130,7 @@ class LinkTimings(_message.Message):
     def __init__(self, steps: _Optional[int] = ..., link_us_p50: _Optional[int] = ..., link_us_p99: _Optional[int] = ..., execute_us_p50: _Optional[int] = ..., execute_us_p99: _Optional[int] = ..., idle_us_p50: _Optional[int] = ...) -> None: ...
 
 class SchedulerCounters(_message.Message):
-    __slots__ = ("steps", "mixed_steps", "chunked_prefills", "preemptions", "requeues", "recomputed_tokens", "prefix_query_tokens", "prefix_hit_tokens", "prompt_tokens", "generation_tokens", "discarded_rows")
+    __slots__ = ("steps", "mixed_steps", "chunked_prefills", "preemptions", "requeues", "recomputed_tokens", "prefix_query_tokens", "prefix_hit_tokens", "prompt_tokens", "generation_tokens", "discarded_rows", "displaced", "deadline_exceeded", "shed", "refused", "evicted_blocks", "evicted_lifetime_us", "evicted_idle_us", "partial_hit_tokens", "isolated_faults")
     STEPS_FIELD_NUMBER: _ClassVar[int]
     MIXED_STEPS_FIELD_NUMBER: _ClassVar[int]
     CHUNKED_PREFILLS_FIELD_NUMBER: _ClassVar[int]
@@ -90,6 +142,15 @@ class SchedulerCounters(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     GENERATION_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DISCARDED_ROWS_FIELD_NUMBER: _ClassVar[int]
+    DISPLACED_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_EXCEEDED_FIELD_NUMBER: _ClassVar[int]
+    SHED_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_LIFETIME_US_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_IDLE_US_FIELD_NUMBER: _ClassVar[int]
+    PARTIAL_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ISOLATED_FAULTS_FIELD_NUMBER: _ClassVar[int]
     steps: int
     mixed_steps: int
     chunked_prefills: int
@@ -101,4 +162,13 @@ class SchedulerCounters(_message.Message):
     prompt_tokens: int
     generation_tokens: int
     discarded_rows: int
-    def __init__(self, steps: _Optional[int] = ..., mixed_steps: _Optional[int] = ..., chunked_prefills: _Optional[int] = ..., preemptions: _Optional[int] = ..., requeues: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., prefix_query_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., generation_tokens: _Optional[int] = ..., discarded_rows: _Optional[int] = ...) -> None: ...
+    displaced: int
+    deadline_exceeded: int
+    shed: int
+    refused: int
+    evicted_blocks: int
+    evicted_lifetime_us: int
+    evicted_idle_us: int
+    partial_hit_tokens: int
+    isolated_faults: int
+    def __init__(self, steps: _Optional[int] = ..., mixed_steps: _Optional[int] = ..., chunked_prefills: _Optional[int] = ..., preemptions: _Optional[int] = ..., requeues: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., prefix_query_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., generation_tokens: _Optional[int] = ..., discarded_rows: _Optional[int] = ..., displaced: _Optional[int] = ..., deadline_exceeded: _Optional[int] = ..., shed: _Optional[int] = ..., refused: _Optional[int] = ..., evicted_blocks: _Optional[int] = ..., evicted_lifetime_us: _Optional[int] = ..., evicted_idle_us: _Optional[int] = ..., partial_hit_tokens: _Optional[int] = ..., isolated_faults: _Optional[int] = ...) -> None: ...

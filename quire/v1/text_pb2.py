@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from quire.v1 import generation_pb2 as quire_dot_v1_dot_generation__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13quire/v1/text.proto\x12\x08quire.v1\x1a\x19quire/v1/generation.proto\"\xa7\x01\n\rOutputOptions\x12\x13\n\x06stream\x18\x01 \x01(\x08H\x00\x88\x01\x01\x12\x18\n\x10return_token_ids\x18\x02 \x01(\x08\x12\"\n\x1ainclude_stop_str_in_output\x18\x03 \x01(\x08\x12 \n\x13skip_special_tokens\x18\x04 \x01(\x08H\x01\x88\x01\x01\x42\t\n\x07_streamB\x16\n\x14_skip_special_tokens\"/\n\x06Resume\x12%\n\ttoken_ids\x18\x01 \x01(\x0b\x32\x12.quire.v1.TokenIds\"\xc3\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x12.quire.v1.TokenIdsH\x00\x12*\n\x08sampling\x18\x05 \x01(\x0b\x32\x18.quire.v1.SamplingParams\x12,\n\x08stopping\x18\x06 \x01(\x0b\x32\x1a.quire.v1.StoppingCriteria\x12\x14\n\x0cstop_strings\x18\x07 \x03(\t\x12\'\n\x06output\x18\x08 \x01(\x0b\x32\x17.quire.v1.OutputOptions\x12\x0f\n\x07\x61ttempt\x18\t \x01(\r\x12 \n\x06resume\x18\n \x01(\x0b\x32\x10.quire.v1.ResumeB\x08\n\x06prompt\"\x89\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\x04seed\x18\x02 \x01(\x04H\x00\x88\x01\x01\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12$\n\x08\x66inished\x18\x05 \x01(\x0b\x32\x12.quire.v1.FinishedB\x07\n\x05_seed\"\x8a\x01\n\x08\x46inished\x12&\n\x06reason\x18\x01 \x01(\x0e\x32\x16.quire.v1.FinishReason\x12\x15\n\x0bstop_string\x18\x02 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x03 \x01(\rH\x00\x12\x1e\n\x05usage\x18\x04 \x01(\x0b\x32\x0f.quire.v1.UsageB\x06\n\x04stop\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xa5\x02\n\x0b\x43hatRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\'\n\x08messages\x18\x03 \x03(\x0b\x32\x15.quire.v1.ChatMessage\x12*\n\x08sampling\x18\x04 \x01(\x0b\x32\x18.quire.v1.SamplingParams\x12,\n\x08stopping\x18\x05 \x01(\x0b\x32\x1a.quire.v1.StoppingCriteria\x12\x14\n\x0cstop_strings\x18\x06 \x03(\t\x12\'\n\x06output\x18\x07 \x01(\x0b\x32\x17.quire.v1.OutputOptions\x12\x0f\n\x07\x61ttempt\x18\x08 \x01(\r\x12 \n\x06resume\x18\t \x01(\x0b\x32\x10.quire.v1.Resume\"\x85\x01\n\x0c\x43hatResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\x04seed\x18\x02 \x01(\x04H\x00\x88\x01\x01\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12$\n\x08\x66inished\x18\x05 \x01(\x0b\x32\x12.quire.v1.FinishedB\x07\n\x05_seed\"X\n\x0fTokenizeRequest\x12\r\n\x05texts\x18\x01 \x03(\t\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x02 \x01(\x08H\x00\x88\x01\x01\x42\x15\n\x13_add_special_tokens\"7\n\x10TokenizeResponse\x12#\n\x07results\x18\x01 \x03(\x0b\x32\x12.quire.v1.TokenIds\"t\n\x11\x44\x65tokenizeRequest\x12%\n\tsequences\x18\x01 \x03(\x0b\x32\x12.quire.v1.TokenIds\x12 \n\x13skip_special_tokens\x18\x02 \x01(\x08H\x00\x88\x01\x01\x42\x16\n\x14_skip_special_tokens\"#\n\x12\x44\x65tokenizeResponse\x12\r\n\x05texts\x18\x01 \x03(\t\"z\n\x11RenderChatRequest\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.quire.v1.ChatMessage\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x02 \x01(\x08H\x00\x88\x01\x01\x42\x18\n\x16_add_generation_prompt\"I\n\x12RenderChatResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12%\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x12.quire.v1.TokenIds\"\x10\n\x0eGetInfoRequest\"\xf7\x01\n\x0fGetInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x1a\n\rmax_model_len\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\x1f\n\x12kv_capacity_tokens\x18\x05 \x01(\rH\x01\x88\x01\x01\x12\x15\n\reos_token_ids\x18\x06 \x03(\r\x12\x18\n\x10tokenizer_digest\x18\x07 \x01(\t\x12\x19\n\x11has_chat_template\x18\x08 \x01(\x08\x42\x10\n\x0e_max_model_lenB\x15\n\x13_kv_capacity_tokens2\xa0\x03\n\x0bTextService\x12\x43\n\x08Generate\x12\x19.quire.v1.GenerateRequest\x1a\x1a.quire.v1.GenerateResponse0\x01\x12\x37\n\x04\x43hat\x12\x15.quire.v1.ChatRequest\x1a\x16.quire.v1.ChatResponse0\x01\x12\x41\n\x08Tokenize\x12\x19.quire.v1.TokenizeRequest\x1a\x1a.quire.v1.TokenizeResponse\x12G\n\nDetokenize\x12\x1b.quire.v1.DetokenizeRequest\x1a\x1c.quire.v1.DetokenizeResponse\x12G\n\nRenderChat\x12\x1b.quire.v1.RenderChatRequest\x1a\x1c.quire.v1.RenderChatResponse\x12>\n\x07GetInfo\x12\x18.quire.v1.GetInfoRequest\x1a\x19.quire.v1.GetInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13quire/v1/text.proto\x12\x08quire.v1\x1a\x19quire/v1/generation.proto\"\xa7\x01\n\rOutputOptions\x12\x13\n\x06stream\x18\x01 \x01(\x08H\x00\x88\x01\x01\x12\x18\n\x10return_token_ids\x18\x02 \x01(\x08\x12\"\n\x1ainclude_stop_str_in_output\x18\x03 \x01(\x08\x12 \n\x13skip_special_tokens\x18\x04 \x01(\x08H\x01\x88\x01\x01\x42\t\n\x07_streamB\x16\n\x14_skip_special_tokens\"/\n\x06Resume\x12%\n\ttoken_ids\x18\x01 \x01(\x0b\x32\x12.quire.v1.TokenIds\"\xf4\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x12.quire.v1.TokenIdsH\x00\x12*\n\x08sampling\x18\x05 \x01(\x0b\x32\x18.quire.v1.SamplingParams\x12,\n\x08stopping\x18\x06 \x01(\x0b\x32\x1a.quire.v1.StoppingCriteria\x12\x14\n\x0cstop_strings\x18\x07 \x03(\t\x12\'\n\x06output\x18\x08 \x01(\x0b\x32\x17.quire.v1.OutputOptions\x12\x0f\n\x07\x61ttempt\x18\t \x01(\r\x12 \n\x06resume\x18\n \x01(\x0b\x32\x10.quire.v1.Resume\x12/\n\nscheduling\x18\x0b \x01(\x0b\x32\x1b.quire.v1.SchedulingOptionsB\x08\n\x06prompt\"\x89\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\x04seed\x18\x02 \x01(\x04H\x00\x88\x01\x01\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12$\n\x08\x66inished\x18\x05 \x01(\x0b\x32\x12.quire.v1.FinishedB\x07\n\x05_seed\"\x8a\x01\n\x08\x46inished\x12&\n\x06reason\x18\x01 \x01(\x0e\x32\x16.quire.v1.FinishReason\x12\x15\n\x0bstop_string\x18\x02 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x03 \x01(\rH\x00\x12\x1e\n\x05usage\x18\x04 \x01(\x0b\x32\x0f.quire.v1.UsageB\x06\n\x04stop\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xd6\x02\n\x0b\x43hatRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\'\n\x08messages\x18\x03 \x03(\x0b\x32\x15.quire.v1.ChatMessage\x12*\n\x08sampling\x18\x04 \x01(\x0b\x32\x18.quire.v1.SamplingParams\x12,\n\x08stopping\x18\x05 \x01(\x0b\x32\x1a.quire.v1.StoppingCriteria\x12\x14\n\x0cstop_strings\x18\x06 \x03(\t\x12\'\n\x06output\x18\x07 \x01(\x0b\x32\x17.quire.v1.OutputOptions\x12\x0f\n\x07\x61ttempt\x18\x08 \x01(\r\x12 \n\x06resume\x18\t \x01(\x0b\x32\x10.quire.v1.Resume\x12/\n\nscheduling\x18\n \x01(\x0b\x32\x1b.quire.v1.SchedulingOptions\"\x85\x01\n\x0c\x43hatResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\x04seed\x18\x02 \x01(\x04H\x00\x88\x01\x01\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12$\n\x08\x66inished\x18\x05 \x01(\x0b\x32\x12.quire.v1.FinishedB\x07\n\x05_seed\"X\n\x0fTokenizeRequest\x12\r\n\x05texts\x18\x01 \x03(\t\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x02 \x01(\x08H\x00\x88\x01\x01\x42\x15\n\x13_add_special_tokens\"7\n\x10TokenizeResponse\x12#\n\x07results\x18\x01 \x03(\x0b\x32\x12.quire.v1.TokenIds\"t\n\x11\x44\x65tokenizeRequest\x12%\n\tsequences\x18\x01 \x03(\x0b\x32\x12.quire.v1.TokenIds\x12 \n\x13skip_special_tokens\x18\x02 \x01(\x08H\x00\x88\x01\x01\x42\x16\n\x14_skip_special_tokens\"#\n\x12\x44\x65tokenizeResponse\x12\r\n\x05texts\x18\x01 \x03(\t\"z\n\x11RenderChatRequest\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.quire.v1.ChatMessage\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x02 \x01(\x08H\x00\x88\x01\x01\x42\x18\n\x16_add_generation_prompt\"I\n\x12RenderChatResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12%\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x12.quire.v1.TokenIds\"\x10\n\x0eGetInfoRequest\"\xf7\x01\n\x0fGetInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x1a\n\rmax_model_len\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\x1f\n\x12kv_capacity_tokens\x18\x05 \x01(\rH\x01\x88\x01\x01\x12\x15\n\reos_token_ids\x18\x06 \x03(\r\x12\x18\n\x10tokenizer_digest\x18\x07 \x01(\t\x12\x19\n\x11has_chat_template\x18\x08 \x01(\x08\x42\x10\n\x0e_max_model_lenB\x15\n\x13_kv_capacity_tokens2\xa0\x03\n\x0bTextService\x12\x43\n\x08Generate\x12\x19.quire.v1.GenerateRequest\x1a\x1a.quire.v1.GenerateResponse0\x01\x12\x37\n\x04\x43hat\x12\x15.quire.v1.ChatRequest\x1a\x16.quire.v1.ChatResponse0\x01\x12\x41\n\x08Tokenize\x12\x19.quire.v1.TokenizeRequest\x1a\x1a.quire.v1.TokenizeResponse\x12G\n\nDetokenize\x12\x1b.quire.v1.DetokenizeRequest\x1a\x1c.quire.v1.DetokenizeResponse\x12G\n\nRenderChat\x12\x1b.quire.v1.RenderChatRequest\x1a\x1c.quire.v1.RenderChatResponse\x12>\n\x07GetInfo\x12\x18.quire.v1.GetInfoRequest\x1a\x19.quire.v1.GetInfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,33 +37,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RESUME']._serialized_start=230
   _globals['_RESUME']._serialized_end=277
   _globals['_GENERATEREQUEST']._serialized_start=280
-  _globals['_GENERATEREQUEST']._serialized_end=603
-  _globals['_GENERATERESPONSE']._serialized_start=606
-  _globals['_GENERATERESPONSE']._serialized_end=743
-  _globals['_FINISHED']._serialized_start=746
-  _globals['_FINISHED']._serialized_end=884
-  _globals['_CHATMESSAGE']._serialized_start=886
-  _globals['_CHATMESSAGE']._serialized_end=930
-  _globals['_CHATREQUEST']._serialized_start=933
-  _globals['_CHATREQUEST']._serialized_end=1226
-  _globals['_CHATRESPONSE']._serialized_start=1229
-  _globals['_CHATRESPONSE']._serialized_end=1362
-  _globals['_TOKENIZEREQUEST']._serialized_start=1364
-  _globals['_TOKENIZEREQUEST']._serialized_end=1452
-  _globals['_TOKENIZERESPONSE']._serialized_start=1454
-  _globals['_TOKENIZERESPONSE']._serialized_end=1509
-  _globals['_DETOKENIZEREQUEST']._serialized_start=1511
-  _globals['_DETOKENIZEREQUEST']._serialized_end=1627
-  _globals['_DETOKENIZERESPONSE']._serialized_start=1629
-  _globals['_DETOKENIZERESPONSE']._serialized_end=1664
-  _globals['_RENDERCHATREQUEST']._serialized_start=1666
-  _globals['_RENDERCHATREQUEST']._serialized_end=1788
-  _globals['_RENDERCHATRESPONSE']._serialized_start=1790
-  _globals['_RENDERCHATRESPONSE']._serialized_end=1863
-  _globals['_GETINFOREQUEST']._serialized_start=1865
-  _globals['_GETINFOREQUEST']._serialized_end=1881
-  _globals['_GETINFORESPONSE']._serialized_start=1884
-  _globals['_GETINFORESPONSE']._serialized_end=2131
-  _globals['_TEXTSERVICE']._serialized_start=2134
-  _globals['_TEXTSERVICE']._serialized_end=2550
+  _globals['_GENERATEREQUEST']._serialized_end=652
+  _globals['_GENERATERESPONSE']._serialized_start=655
+  _globals['_GENERATERESPONSE']._serialized_end=792
+  _globals['_FINISHED']._serialized_start=795
+  _globals['_FINISHED']._serialized_end=933
+  _globals['_CHATMESSAGE']._serialized_start=935
+  _globals['_CHATMESSAGE']._serialized_end=979
+  _globals['_CHATREQUEST']._serialized_start=982
+  _globals['_CHATREQUEST']._serialized_end=1324
+  _globals['_CHATRESPONSE']._serialized_start=1327
+  _globals['_CHATRESPONSE']._serialized_end=1460
+  _globals['_TOKENIZEREQUEST']._serialized_start=1462
+  _globals['_TOKENIZEREQUEST']._serialized_end=1550
+  _globals['_TOKENIZERESPONSE']._serialized_start=1552
+  _globals['_TOKENIZERESPONSE']._serialized_end=1607
+  _globals['_DETOKENIZEREQUEST']._serialized_start=1609
+  _globals['_DETOKENIZEREQUEST']._serialized_end=1725
+  _globals['_DETOKENIZERESPONSE']._serialized_start=1727
+  _globals['_DETOKENIZERESPONSE']._serialized_end=1762
+  _globals['_RENDERCHATREQUEST']._serialized_start=1764
+  _globals['_RENDERCHATREQUEST']._serialized_end=1886
+  _globals['_RENDERCHATRESPONSE']._serialized_start=1888
+  _globals['_RENDERCHATRESPONSE']._serialized_end=1961
+  _globals['_GETINFOREQUEST']._serialized_start=1963
+  _globals['_GETINFOREQUEST']._serialized_end=1979
+  _globals['_GETINFORESPONSE']._serialized_start=1982
+  _globals['_GETINFORESPONSE']._serialized_end=2229
+  _globals['_TEXTSERVICE']._serialized_start=2232
+  _globals['_TEXTSERVICE']._serialized_end=2648
 # @@protoc_insertion_point(module_scope)

@@ -9,7 +9,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class TokenRequest(_message.Message):
-    __slots__ = ("request_id", "model", "prompt", "sampling", "stopping", "attempt", "resumed", "traceparent")
+    __slots__ = ("request_id", "model", "prompt", "sampling", "stopping", "attempt", "resumed", "traceparent", "scheduling")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
@@ -18,6 +18,7 @@ class TokenRequest(_message.Message):
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     RESUMED_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    SCHEDULING_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     prompt: _generation_pb2.TokenIds
@@ -26,7 +27,8 @@ class TokenRequest(_message.Message):
     attempt: int
     resumed: _generation_pb2.TokenIds
     traceparent: str
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., prompt: _Optional[_Union[_generation_pb2.TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[_generation_pb2.StoppingCriteria, _Mapping]] = ..., attempt: _Optional[int] = ..., resumed: _Optional[_Union[_generation_pb2.TokenIds, _Mapping]] = ..., traceparent: _Optional[str] = ...) -> None: ...
+    scheduling: _generation_pb2.SchedulingOptions
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., prompt: _Optional[_Union[_generation_pb2.TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[_generation_pb2.StoppingCriteria, _Mapping]] = ..., attempt: _Optional[int] = ..., resumed: _Optional[_Union[_generation_pb2.TokenIds, _Mapping]] = ..., traceparent: _Optional[str] = ..., scheduling: _Optional[_Union[_generation_pb2.SchedulingOptions, _Mapping]] = ...) -> None: ...
 
 class TokenServiceGenerateRequest(_message.Message):
     __slots__ = ("request",)
@@ -109,18 +111,20 @@ class Bye(_message.Message):
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
 class SessionResponse(_message.Message):
-    __slots__ = ("welcome", "limits", "batch", "bye", "readiness")
+    __slots__ = ("welcome", "limits", "batch", "bye", "readiness", "load")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     LIMITS_FIELD_NUMBER: _ClassVar[int]
     BATCH_FIELD_NUMBER: _ClassVar[int]
     BYE_FIELD_NUMBER: _ClassVar[int]
     READINESS_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     limits: ModelLimits
     batch: TokenBatch
     bye: Bye
     readiness: Readiness
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., limits: _Optional[_Union[ModelLimits, _Mapping]] = ..., batch: _Optional[_Union[TokenBatch, _Mapping]] = ..., bye: _Optional[_Union[Bye, _Mapping]] = ..., readiness: _Optional[_Union[Readiness, _Mapping]] = ...) -> None: ...
+    load: LoadReport
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., limits: _Optional[_Union[ModelLimits, _Mapping]] = ..., batch: _Optional[_Union[TokenBatch, _Mapping]] = ..., bye: _Optional[_Union[Bye, _Mapping]] = ..., readiness: _Optional[_Union[Readiness, _Mapping]] = ..., load: _Optional[_Union[LoadReport, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("credits", "limits", "protocol_major", "readiness")
@@ -140,21 +144,47 @@ class Readiness(_message.Message):
     serving: bool
     def __init__(self, serving: _Optional[bool] = ...) -> None: ...
 
+class LoadReport(_message.Message):
+    __slots__ = ("running", "waiting", "waiting_tokens", "prefixes")
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREFIXES_FIELD_NUMBER: _ClassVar[int]
+    running: int
+    waiting: int
+    waiting_tokens: int
+    prefixes: PrefixDigest
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., prefixes: _Optional[_Union[PrefixDigest, _Mapping]] = ...) -> None: ...
+
+class PrefixDigest(_message.Message):
+    __slots__ = ("bloom", "items")
+    BLOOM_FIELD_NUMBER: _ClassVar[int]
+    ITEMS_FIELD_NUMBER: _ClassVar[int]
+    bloom: bytes
+    items: int
+    def __init__(self, bloom: _Optional[bytes] = ..., items: _Optional[int] = ...) -> None: ...
+
 class ModelLimits(_message.Message):
-    __slots__ = ("model", "vocab_size", "max_model_len", "kv_capacity_tokens", "eos_token_ids", "num_workers")
+    __slots__ = ("model", "vocab_size", "max_model_len", "kv_capacity_tokens", "eos_token_ids", "num_workers", "block_size", "model_digest", "prefix_hash")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
     KV_CAPACITY_TOKENS_FIELD_NUMBER: _ClassVar[int]
     EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_WORKERS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_HASH_FIELD_NUMBER: _ClassVar[int]
     model: str
     vocab_size: int
     max_model_len: int
     kv_capacity_tokens: int
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
     num_workers: int
-    def __init__(self, model: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., kv_capacity_tokens: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., num_workers: _Optional[int] = ...) -> None: ...
+    block_size: int
+    model_digest: str
+    prefix_hash: str
+    def __init__(self, model: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., kv_capacity_tokens: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., num_workers: _Optional[int] = ..., block_size: _Optional[int] = ..., model_digest: _Optional[str] = ..., prefix_hash: _Optional[str] = ...) -> None: ...
 
 class TokenBatch(_message.Message):
     __slots__ = ("stream_ids", "counts", "token_ids", "ends", "credits")

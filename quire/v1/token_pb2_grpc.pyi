@@ -5,9 +5,12 @@ The token door, served by the scheduler service: token ids in, token ids out.
 
 Block hashes, part of this contract so that every party can compute them: block i holds tokens
 [i * block_size, (i + 1) * block_size) of prompt + output, full blocks only, and
-  h(-1) = sha256("quire.v1.block" || u32le(len(model)) || model)
-  h(i)  = sha256(h(i-1) || tokens of block i as little-endian uint32)
-where `model` is the UTF-8 of Register.model_digest.
+  h(-1) = sha256("quire.v1.block" || field("m", model) || field("a", adapter) || field(kind, salt))
+  h(i)  = H(h(i-1) || tokens of block i as little-endian uint32)
+where field(kind, value) = kind || u32le(len(value)) || value, `model` is the UTF-8 of
+Register.model_digest, `adapter` is empty in this version, and the salt is either
+SchedulingOptions.cache_salt with kind "s" or, where that is absent, the tenant with kind "t". H is
+sha256, or what ModelLimits.prefix_hash names.
 """
 
 from collections import abc as _abc

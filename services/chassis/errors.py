@@ -8,6 +8,7 @@
     ├── Overloaded           a bound is reached; try again         RESOURCE_EXHAUSTED + RetryInfo
     ├── Unavailable          nothing can serve it now; try again   UNAVAILABLE + RetryInfo
     ├── FailedPrecondition   the other side must change first      FAILED_PRECONDITION
+    ├── DeadlineExceeded     the time it was given is over         DEADLINE_EXCEEDED
     ├── Cancelled            its owner ended it                    CANCELLED
     ├── Aborted              replaced by something newer           ABORTED
     └── Internal             our fault; the cause is in the log    INTERNAL
@@ -193,6 +194,12 @@ class FailedPrecondition(ServiceError):
     """The other side must change before the call can succeed."""
 
     code = grpc.StatusCode.FAILED_PRECONDITION
+
+
+class DeadlineExceeded(ServiceError):
+    """The time the call was given is over."""
+
+    code = grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 class Cancelled(ServiceError):

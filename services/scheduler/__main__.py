@@ -12,7 +12,7 @@ from services.chassis.server import GrpcServer
 from services.chassis.settings import parse
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.engine_loop import EngineLoop
-from services.scheduler.hashing import chain_hash
+from services.scheduler.hashing import SHA256
 from services.scheduler.servicer import InfoServicer, TokenServicer
 from services.scheduler.settings import LATER_FLAGS, Settings
 from services.scheduler.worker_link import WorkerLinkServicer
@@ -28,7 +28,7 @@ _HANG_CHECK_S = 1.0
 
 def wire(settings: Settings) -> tuple[EngineLoop, GrpcServer]:
     """The loop and the server in front of it, not yet running."""
-    loop = EngineLoop(Scheduler(settings.core_config(), chain_hash))
+    loop = EngineLoop(Scheduler(settings.core_config(), SHA256))
     server = GrpcServer([TOKEN_SERVICE], always_ready=[INFO_SERVICE, WORKER_LINK_SERVICE])
     token_pb2_grpc.add_TokenServiceServicer_to_server(TokenServicer(loop), server.grpc)
     info_pb2_grpc.add_InfoServiceServicer_to_server(InfoServicer(loop), server.grpc)

@@ -9,7 +9,7 @@ from services.chassis.errors import NotFound, Unavailable
 from services.scheduler import codec
 from services.scheduler.core.plan import AddRequest
 from services.scheduler.engine_loop import Caller, EngineLoop
-from services.scheduler.hashing import hash_prompt
+from services.scheduler.hashing import SHA256, hash_prompt
 
 
 async def admit(loop: EngineLoop, caller: Caller, stream: int, call: codec.TokenCall) -> None:
@@ -39,13 +39,22 @@ async def admit(loop: EngineLoop, caller: Caller, stream: int, call: codec.Token
         stop_token_ids=call.stop_token_ids,
         sampling=call.sampling,
         traceparent=call.traceparent,
+        salt=call.scheduling.salt,
+        read_prefix_cache=call.scheduling.read_prefix_cache,
+        priority_class=call.scheduling.priority_class,
+        tenant=call.scheduling.tenant,
+        deadline=loop.deadline(call.scheduling.deadline_us),
+        ttft_target_us=call.scheduling.ttft_target_us,
+        tpot_target_us=call.scheduling.tpot_target_us,
+        shed_late=call.scheduling.shed_late,
     )
     loop.check(request)  # before any work is put into a prompt that cannot be served
     hashing = loop.hashing
-    hashes: tuple[bytes, ...] = ()
+    hashes = b""
     if hashing is not None:
-        block_size, root = hashing
-        hashes = await hash_prompt(call.prompt, block_size=block_size, root=root)
+        block_size, model_digest = hashing
+        root = SHA256.root(model_digest, request.salt)
+        hashes = await hash_prompt(call.prompt, hashing=SHA256, block_size=block_size, root=root)
         if loop.hashing != hashing:
-            hashes = ()  # other workers came meanwhile; the core hashes by itself
+            hashes = b""  # other workers came meanwhile; the core hashes by itself
     caller.add(replace(request, prompt_hashes=hashes))

@@ -8,6 +8,7 @@ import math
 import secrets
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from types import MappingProxyType
 
 import numpy as np
 
@@ -15,9 +16,11 @@ from quire.v1 import generation_pb2, info_pb2, token_pb2
 from services.chassis.errors import (
     Aborted,
     AlreadyExists,
+    DeadlineExceeded,
     FailedPrecondition,
     Internal,
     InvalidArgument,
+    Overloaded,
     ServiceError,
     Unavailable,
     Violations,
@@ -34,6 +37,7 @@ from services.scheduler.core.plan import (
     Sampling,
     TokenArray,
 )
+from services.scheduler.hashing import explicit_salt, tenant_salt
 from services.scheduler.link_timings import LinkTimings
 from services.scheduler.outbox import Delivery, End
 
@@ -42,13 +46,63 @@ PROTOCOL_MAJOR = 1
 
 _MAX_REQUEST_ID_BYTES = 128
 _MAX_STOP_TOKENS = 128
+_MAX_NAME_BYTES = 128
+_FAR_S = 1e9
 _MAX_NAME_CHARACTERS = 256
+
+_FAILED: Mapping[EndReason, tuple[type[ServiceError], str, str]] = MappingProxyType(
+    {
+        EndReason.REPLACED: (
+            Aborted,
+            "a newer attempt of this request took its place",
+            "REPLACED",
+        ),
+        EndReason.NO_WORKER: (
+            Unavailable,
+            "no worker that can hold it attached in time",
+            "NO_WORKER",
+        ),
+        EndReason.DEADLINE: (DeadlineExceeded, "the deadline has passed", "DEADLINE"),
+        EndReason.FAULT: (Internal, "this request could not be scheduled", "SCHEDULING_FAILED"),
+        EndReason.FAILED: (
+            Internal,
+            "the worker could not compute this request",
+            "COMPUTATION_FAILED",
+        ),
+    }
+)
+"""Ends that are errors and carry nothing else."""
+
+_BOUNDS = {
+    "QUEUE_REQUESTS": "the queue holds at most so many requests:",
+    "QUEUE_TOKENS": "the queue holds at most so many prompt tokens:",
+    "TENANT_REQUESTS": "the tenant may have at most so many requests queued:",
+    "TENANT_TOKENS": "the tenant may have at most so many prompt tokens queued:",
+    "TENANT_LIVE": "the tenant may have at most so many live requests:",
+    "TTFT_TARGET": "its time to first token is to be at most so many milliseconds:",
+}
+"""What a refusal that may pass by itself is about."""
 
 _FINISHED = {
     EndReason.STOP: generation_pb2.FINISH_REASON_STOP,
     EndReason.LENGTH: generation_pb2.FINISH_REASON_LENGTH,
     EndReason.ABORT: generation_pb2.FINISH_REASON_ABORT,
 }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scheduling:
+    """How urgent a call is, whom it is for; see SchedulingOptions. Times in microseconds."""
+
+    priority_class: str
+    tenant: str
+    deadline_us: int | None
+    ttft_target_us: int | None
+    tpot_target_us: int | None
+    shed_late: bool
+    session_id: str
+    salt: bytes
+    read_prefix_cache: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +119,7 @@ class TokenCall:
     stop_token_ids: tuple[int, ...]
     sampling: Sampling
     traceparent: str
+    scheduling: Scheduling
 
 
 # Requests
@@ -105,6 +160,7 @@ def parse_request(message: token_pb2.TokenRequest, *, mint_id: bool) -> TokenCal
         limit = f"must hold at most {_MAX_STOP_TOKENS} ids, got {num_stops}"
         wrong.add("request.stopping.stop_token_ids", limit)
     sampling = _parse_sampling(message.sampling, wrong)
+    scheduling = _parse_scheduling(message.scheduling, wrong)
     wrong.raise_any()
     return TokenCall(
         request_id=request_id,
@@ -117,7 +173,24 @@ def parse_request(message: token_pb2.TokenRequest, *, mint_id: bool) -> TokenCal
         stop_token_ids=tuple(stopping.stop_token_ids),
         sampling=sampling,
         traceparent=valid_traceparent(message.traceparent),
+        scheduling=scheduling,
     )
+
+
+def with_deadline(call: TokenCall, remaining_s: float | None) -> TokenCall:
+    """The call with the deadline of its rpc, unless the message's own is earlier.
+
+    Args:
+        call: as parsed.
+        remaining_s: seconds the rpc still has; None: no deadline.
+    """
+    if remaining_s is None:
+        return call
+    # A deadline centuries away is none; and grpc gives such a one where the caller set none.
+    remaining_us = int(min(max(remaining_s, 0), _FAR_S) * 1e6)
+    own = call.scheduling.deadline_us
+    deadline_us = remaining_us if own is None else min(own, remaining_us)
+    return replace(call, scheduling=replace(call.scheduling, deadline_us=deadline_us))
 
 
 def with_traceparent(call: TokenCall, traceparent: str) -> TokenCall:
@@ -146,6 +219,32 @@ def _parse_sampling(message: generation_pb2.SamplingParams, wrong: Violations) -
         top_p=top_p,
         top_k=message.top_k,
         seed=message.seed if message.HasField("seed") else secrets.randbits(63),
+    )
+
+
+def _parse_scheduling(message: generation_pb2.SchedulingOptions, wrong: Violations) -> Scheduling:
+    for name in ("priority_class", "tenant", "session_id", "cache_salt"):
+        size = len(getattr(message, name).encode())
+        if size > _MAX_NAME_BYTES:
+            limit = f"must be at most {_MAX_NAME_BYTES} bytes, got {size}"
+            wrong.add(f"request.scheduling.{name}", limit)
+    times: dict[str, int | None] = {}
+    for name in ("deadline_ms", "ttft_target_ms", "tpot_target_ms"):
+        value = getattr(message, name) if message.HasField(name) else None
+        if value == 0:
+            wrong.add(f"request.scheduling.{name}", "must be >= 1, got 0")
+        times[name] = None if value is None else value * 1000
+    salted = message.HasField("cache_salt")
+    return Scheduling(
+        priority_class=message.priority_class,
+        tenant=message.tenant,
+        deadline_us=times["deadline_ms"],
+        ttft_target_us=times["ttft_target_ms"],
+        tpot_target_us=times["tpot_target_ms"],
+        shed_late=message.shed_late,
+        session_id=message.session_id,
+        salt=explicit_salt(message.cache_salt) if salted else tenant_salt(message.tenant),
+        read_prefix_cache=not message.skip_reading_prefix_cache,
     )
 
 
@@ -194,6 +293,9 @@ def limits_message(limits: Limits | None, model: str) -> token_pb2.ModelLimits:
         kv_capacity_tokens=limits.kv_capacity_tokens,
         eos_token_ids=limits.eos_token_ids,
         num_workers=limits.num_workers,
+        block_size=limits.block_size,
+        model_digest=limits.model_digest.decode(),
+        prefix_hash=limits.prefix_hash,
     )
 
 
@@ -265,20 +367,32 @@ def error_of(end: End) -> ServiceError | None:
         return end
     if end.reason in _FINISHED:
         return None
-    if end.reason is EndReason.REPLACED:
-        return Aborted("a newer attempt of this request took its place", reason="REPLACED")
-    if end.reason is EndReason.NO_WORKER:
-        return Unavailable("no worker that can hold it attached in time", reason="NO_WORKER")
     if end.reason is EndReason.CANNOT_FIT:
         assert end.refusal is not None
         return refusal_error(end.refusal)
-    return Internal("the worker could not compute this request", reason="COMPUTATION_FAILED")
+    if end.reason is EndReason.SHED:
+        return Overloaded(
+            "its time to first token could no longer be met",
+            reason="SHED",
+            retry_after_s=end.retry_after_us / 1e6,
+        )
+    kind, message, reason = _FAILED[end.reason]
+    return kind(message, reason=reason)
 
 
 def refusal_error(refusal: Refusal) -> ServiceError:
     """The error for a request that the core did not take."""
     if refusal.reason == "DUPLICATE":
         return AlreadyExists("a request with this request_id is live", reason="DUPLICATE")
+    if refusal.reason == "DEADLINE":
+        return DeadlineExceeded("the deadline had passed when it arrived", reason="DEADLINE")
+    if refusal.reason in _BOUNDS:
+        return Overloaded(
+            f"{refusal.field}: {_BOUNDS[refusal.reason]} {refusal.limit}, "
+            f"with this request {refusal.got}",
+            reason=refusal.reason,
+            retry_after_s=refusal.retry_after_us / 1e6,
+        )
     return InvalidArgument.joined([_invalid(one) for one in (refusal, *refusal.others)])
 
 
@@ -288,6 +402,10 @@ def _invalid(refusal: Refusal) -> InvalidArgument:
         "EXCEEDS_KV_CAPACITY": "the KV cache holds at most",
         "VOCABULARY": "the largest id of the vocabulary is",
     }
+    if refusal.reason == "UNKNOWN_CLASS":
+        return InvalidArgument(
+            refusal.field, "is not a priority class of this scheduler", reason=refusal.reason
+        )
     return InvalidArgument(
         refusal.field,
         f"{limits[refusal.reason]} {refusal.limit}, got {refusal.got}",
@@ -317,25 +435,17 @@ def loads_response(
                 blocks_total=worker.blocks_total,
                 blocks_free=worker.blocks_free,
                 blocks_evictable=worker.blocks_evictable,
+                blocks_pinned=worker.blocks_pinned,
                 steps=worker.steps,
                 steps_in_flight=worker.steps_in_flight,
                 timings=_timings_message(timings[worker.worker_id]),
             )
             for worker in loads.workers
         ],
-        counters=info_pb2.SchedulerCounters(
-            steps=counters.steps,
-            mixed_steps=counters.mixed_steps,
-            chunked_prefills=counters.chunked_prefills,
-            preemptions=counters.preemptions,
-            requeues=counters.requeues,
-            recomputed_tokens=counters.recomputed_tokens,
-            prefix_query_tokens=counters.prefix_query_tokens,
-            prefix_hit_tokens=counters.prefix_hit_tokens,
-            prompt_tokens=counters.prompt_tokens,
-            generation_tokens=counters.generation_tokens,
-            discarded_rows=counters.discarded_rows,
-        ),
+        counters=info_pb2.SchedulerCounters(**asdict(counters)),
+        waiting_tokens=loads.waiting_tokens,
+        classes=[info_pb2.ClassLoad(**asdict(one)) for one in loads.classes],
+        tenants=[info_pb2.TenantLoad(**asdict(one)) for one in loads.tenants],
     )
 
 

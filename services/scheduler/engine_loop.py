@@ -154,9 +154,9 @@ class EngineLoop:
 
     @property
     def hashing(self) -> tuple[int, bytes] | None:
-        """Block size and chain root for the hashes of new prompts, or None without workers."""
+        """Block size and model digest for the hashes of new prompts, or None without workers."""
         for link in self._links.values():
-            return link.spec.block_size, link.spec.chain_root
+            return link.spec.block_size, link.spec.model_digest
         return None
 
     @property
@@ -184,6 +184,10 @@ class EngineLoop:
     def timings(self) -> dict[str, LinkTimings | None]:
         """How the links' recent steps spent their time, by worker id."""
         return {worker_id: link.timings.summary() for worker_id, link in self._links.items()}
+
+    def deadline(self, remaining_us: int | None) -> int | None:
+        """An instant on the clock of the core, from what is left until then; microseconds."""
+        return None if remaining_us is None else _now() + remaining_us
 
     # Callers
 
@@ -308,7 +312,7 @@ class EngineLoop:
             if link.end_reason is not None:
                 return None  # a late answer of an attachment that is over
             try:
-                events = self._core.apply(link.spec.worker_id, result)
+                events = self._core.apply(link.spec.worker_id, result, now)
             except LinkFault as fault:
                 self._lose(link, f"protocol fault: {fault}", now)
                 return None
@@ -329,8 +333,9 @@ class EngineLoop:
     # The cycle
 
     async def _wait(self) -> None:
-        wakeup = self._core.next_wakeup()
-        timeout = None if wakeup is None else max(0, wakeup - _now()) / 1e6
+        now = _now()
+        wakeup = self._core.next_wakeup(now)
+        timeout = None if wakeup is None else max(0, wakeup - now) / 1e6
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 await self._wake.wait()
@@ -342,10 +347,11 @@ class EngineLoop:
 
     def _execute(self, link: WorkerLink) -> bool:
         """Plans a step for the link to send, unless enough are open. True if there was one."""
-        step = self._core.plan(link.spec.worker_id)
+        now = _now()
+        step = self._core.plan(link.spec.worker_id, now)
         if step is None:
             return False
-        link.timings.sent(_now())
+        link.timings.sent(now)
         link.put(step)
         return True
 

@@ -38,6 +38,7 @@ class TokenServicer(token_pb2_grpc.TokenServiceServicer):
         refuse_unknown_fields(request)
         call = codec.parse_request(request.request, mint_id=True)
         call = codec.with_traceparent(call, traceparent_of(context.invocation_metadata()))
+        call = codec.with_deadline(call, context.time_remaining())
         outbox = Outbox()
         async with self._loop.caller(outbox) as caller:
             await admit(self._loop, caller, 0, call)

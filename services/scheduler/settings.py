@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from services.chassis.settings import setting
-from services.scheduler.core.plan import Config
+from services.scheduler.core.config import Config
 
 LATER_FLAGS = {
     "--enable-metrics": "Prometheus metrics",

@@ -12,7 +12,6 @@ from services.chassis.errors import InvalidArgument
 from services.chassis.unknown_fields import refuse_unknown_fields
 from services.scheduler.codec import check_major, check_name, parse_column
 from services.scheduler.core.plan import RowFailure, StepPlan, StepResult, WorkerSpec
-from services.scheduler.hashing import chain_root
 from services.scheduler.link_timings import StepTimings
 
 _MAX_EOS_TOKENS = 4096
@@ -64,7 +63,7 @@ def parse_register(message: worker_pb2.Register) -> tuple[WorkerSpec, str]:
         vocab_size=message.vocab_size,
         eos_token_ids=tuple(message.eos_token_ids),
         max_in_flight=message.max_in_flight,
-        chain_root=chain_root(message.model_digest),
+        model_digest=message.model_digest.encode(),
     )
     return spec, message.model
 
@@ -107,6 +106,8 @@ def step_message(plan: StepPlan) -> worker_pb2.AttachResponse:
             num_new_blocks=plan.num_new_blocks.astype("<u4").tobytes(),
             new_block_ids=plan.new_block_ids.astype("<u4").tobytes(),
             block_table_digest=plan.block_table_digest,
+            copied_from=plan.copied_from.astype("<u4").tobytes(),
+            copied_to=plan.copied_to.astype("<u4").tobytes(),
         )
     )
 
@@ -124,6 +125,7 @@ def parse_result(message: worker_pb2.StepResult) -> tuple[StepResult, StepTiming
         counts=np.frombuffer(message.counts, np.uint8),
         token_ids=parse_column(message.token_ids, "result.token_ids"),
         failures=tuple(RowFailure(slot=e.slot, message=e.message) for e in message.errors),
+        execute_us=message.timings.execute_us,
     )
     timings = StepTimings(
         wait_us=message.timings.wait_us,

@@ -6,7 +6,7 @@ from dataclasses import replace
 from services.scheduler.core.plan import AddRequest, Limits, Refusal, Refused, WorkerSpec
 
 
-def limits_of(specs: list[WorkerSpec]) -> Limits | None:
+def limits_of(specs: list[WorkerSpec], prefix_hash: str) -> Limits | None:
     """The limits of a set of workers of one model, or None without workers."""
     if not specs:
         return None
@@ -18,6 +18,9 @@ def limits_of(specs: list[WorkerSpec]) -> Limits | None:
         kv_capacity_tokens=roomiest.num_blocks * roomiest.block_size,
         eos_token_ids=specs[0].eos_token_ids,
         num_workers=len(specs),
+        block_size=specs[0].block_size,
+        model_digest=specs[0].model_digest,
+        prefix_hash=prefix_hash,
     )
 
 

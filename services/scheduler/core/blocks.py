@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from services.scheduler.core.chain import Chain
 from services.scheduler.core.eviction import LruQueue
 from services.scheduler.core.plan import IntArray
 
@@ -47,11 +48,11 @@ class BlockPool:
         """Blocks that `allocate` can give."""
         return self._num_blank + len(self._evictable)
 
-    def match(self, hashes: Sequence[bytes]) -> IntArray:
-        """The blocks of the longest cached prefix of a hash chain; changes nothing."""
+    def match(self, chain: Chain, most: int) -> IntArray:
+        """The blocks of the longest cached prefix of a chain, at most `most`; changes nothing."""
         found: list[int] = []
-        for digest in hashes:
-            block = self._index.get(digest)
+        for place in range(min(most, len(chain))):
+            block = self._index.get(chain[place])
             if block is None:
                 break
             found.append(block)
@@ -100,9 +101,13 @@ class BlockPool:
         self._blank[self._num_blank : self._num_blank + blank.size] = blank
         self._num_blank += blank.size
 
-    def register(self, blocks: Sequence[int], hashes: Sequence[bytes]) -> None:
-        """Makes held, full blocks findable. Of two blocks with one content the first is kept."""
-        for block, digest in zip(blocks, hashes, strict=True):
+    def register(self, blocks: Sequence[int], chain: Chain, first: int) -> None:
+        """Makes held, full blocks findable, the first of them by digest `first` of the chain.
+
+        Of two blocks with one content the first is kept.
+        """
+        for place, block in enumerate(blocks, first):
+            digest = chain[place]
             if digest not in self._index:
                 self._index[digest] = block
                 self._hash_of[block] = digest

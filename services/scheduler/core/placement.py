@@ -64,11 +64,13 @@ def _expected_hits(request: Request, worker: WorkerState) -> int:
     """Blocks of the request's cached prefix there, those that open steps are filling included."""
     if not worker.caches_prefixes:
         return 0
-    chain = request.hashes[: (request.num_tokens - 1) // worker.spec.block_size]
-    for hits, digest in enumerate(chain):
-        if not worker.pool.has(digest) and digest not in worker.pending:
-            return hits
-    return len(chain)
+    most = min((request.num_tokens - 1) // worker.spec.block_size, len(request.chain))
+    hits = worker.pool.match(request.chain, most).size
+    while hits < most and (
+        request.chain[hits] in worker.pending or worker.pool.has(request.chain[hits])
+    ):
+        hits += 1
+    return hits
 
 
 def _has_room(worker: WorkerState, request: Request) -> bool:

@@ -16,23 +16,6 @@ Mask = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Config:
-    """Everything that can be configured. None means: what the worker announces."""
-
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: int | None = None
-    prefill_chunk_size: int = 512
-    """Most tokens of one request in one step."""
-    enable_prefix_caching: bool = True
-    worker_grace_us: int = 60_000_000
-    """How long requests queue while no worker is attached, microseconds."""
-    check_block_tables: bool = False
-    """Each step carries a digest of the block tables for the worker to compare."""
-    max_new_tokens_per_step: int = 1 << 20
-    """Most token ids carried by the new-request records of one step (4 bytes each)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
     """How to draw; passed through to the worker."""
 
@@ -50,26 +33,58 @@ class AddRequest:
         request_id: unique among live requests.
         handle: the caller's name for it in events; unique among live requests.
         attempt: a higher one replaces the live request of the same id.
-        prompt: uint64 [n], n >= 1.
-        prompt_hashes: chain hashes of the prompt's full blocks; may be shorter, or empty.
-        resumed: uint64 [m], output delivered by an earlier attempt.
+        prompt: uint32 [n], n >= 1.
+        prompt_hashes: chain hashes of the prompt's full blocks back to back, 32 bytes each; may be
+            shorter, or empty.
+        resumed: uint32 [m], output delivered by an earlier attempt.
         max_tokens: most output tokens, resumed ones included; None: what context and pool hold.
         ignore_eos: end-of-sequence tokens do not end it; `stop_token_ids` do.
         stop_token_ids: more tokens that end it.
         traceparent: W3C trace context or "".
+        salt: with whom it shares cached prefixes; `token.proto` has its two kinds.
+        read_prefix_cache: False: nothing cached is used for it.
+        priority_class: name of a class; "": the default one.
+        tenant: whom it is for.
+        deadline: when it is ended, microseconds on the clock of `now`.
+        ttft_target_us: wanted time from `add` to the first token; None: the class's.
+        tpot_target_us: wanted time between tokens; None: the configuration's.
+        shed_late: end it as soon as it can no longer meet its TTFT target.
     """
 
     request_id: str
     handle: int
     attempt: int
     prompt: TokenArray
-    prompt_hashes: tuple[bytes, ...] = ()
+    prompt_hashes: bytes = b""
     resumed: TokenArray = field(default_factory=lambda: np.empty(0, np.uint32))
     max_tokens: int | None
     ignore_eos: bool
     stop_token_ids: tuple[int, ...] = ()
     sampling: Sampling
     traceparent: str = ""
+    salt: bytes = b"t"
+    read_prefix_cache: bool = True
+    priority_class: str = ""
+    tenant: str = ""
+    deadline: int | None = None
+    ttft_target_us: int | None = None
+    tpot_target_us: int | None = None
+    shed_late: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pin:
+    """A prefix that stays cached, on every worker, until it expires or its blocks are needed.
+
+    Args:
+        name: unique; a pin of the same name is replaced.
+        hashes: chain hashes of its blocks back to back, 32 bytes each.
+        expires: on the clock of `now`, microseconds; None: never.
+    """
+
+    name: str
+    hashes: bytes
+    expires: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,8 +100,8 @@ class WorkerSpec:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     max_in_flight: int
-    chain_root: bytes
-    """Parent of every first block's hash; differs between models."""
+    model_digest: bytes
+    """Enters the first block's hash; differs between models."""
 
     @property
     def num_slots(self) -> int:
@@ -118,6 +133,9 @@ class StepPlan:
     num_tokens: IntArray
     num_new_blocks: IntArray
     new_block_ids: IntArray
+    copied_from: IntArray
+    """Blocks to copy before the forward, each to the one at its place in `copied_to`."""
+    copied_to: IntArray
     block_table_digest: int | None
 
 
@@ -135,7 +153,8 @@ class StepResult:
 
     Args:
         counts: uint8 [rows], tokens sampled per row.
-        token_ids: uint64 [sum of counts].
+        token_ids: uint32 [sum of counts].
+        execute_us: how long the worker computed, microseconds; 0: not told.
     """
 
     epoch: int
@@ -143,6 +162,7 @@ class StepResult:
     counts: npt.NDArray[np.uint8]
     token_ids: TokenArray
     failures: tuple[RowFailure, ...] = ()
+    execute_us: int = 0
 
 
 class EndReason(enum.Enum):
@@ -155,6 +175,9 @@ class EndReason(enum.Enum):
     FAILED = "failed"  # the worker could not compute it
     NO_WORKER = "no_worker"  # none attached within the grace time
     CANNOT_FIT = "cannot_fit"  # refused when the first worker told its limits
+    DEADLINE = "deadline"  # not done in the time it was given
+    SHED = "shed"  # could no longer meet its time to first token, and asked for that
+    FAULT = "fault"  # its data could not be scheduled; a fault of ours
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,7 +190,10 @@ class Ended:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    recomputed_tokens: int = 0
+    preemptions: int = 0
     stop_token_id: int | None = None
+    retry_after_us: int = 0
     refusal: "Refusal | None" = None
     message: str = ""
 
@@ -178,9 +204,12 @@ class Refusal:
 
     Args:
         field: path of the field at fault in the token-level message.
-        reason: CONTEXT_LENGTH, EXCEEDS_KV_CAPACITY, VOCABULARY or DUPLICATE.
+        reason: CONTEXT_LENGTH, EXCEEDS_KV_CAPACITY, VOCABULARY, UNKNOWN_CLASS, DEADLINE or
+            DUPLICATE; or, where the same request may be taken later, QUEUE_REQUESTS, QUEUE_TOKENS,
+            TENANT_REQUESTS, TENANT_TOKENS, TENANT_LIVE or TTFT_TARGET.
         limit: largest value that would be accepted.
-        got: value received.
+        got: value received, or that it would come to.
+        retry_after_us: when to try again, microseconds; 0: never.
         others: more fields at fault.
     """
 
@@ -188,6 +217,7 @@ class Refusal:
     reason: str
     limit: int
     got: int
+    retry_after_us: int = 0
     others: "tuple[Refusal, ...]" = ()
 
 
@@ -209,7 +239,7 @@ class Events:
 
     Args:
         handles: int64 [tokens], whose token it is; in order of generation per handle.
-        token_ids: uint64 [tokens].
+        token_ids: uint32 [tokens].
         ended: terminal events; each comes after its request's last token.
     """
 
@@ -236,6 +266,15 @@ class Counters:
     prompt_tokens: int = 0
     generation_tokens: int = 0
     discarded_rows: int = 0
+    displaced: int = 0
+    deadline_exceeded: int = 0
+    shed: int = 0
+    refused: int = 0
+    evicted_blocks: int = 0
+    evicted_lifetime_us: int = 0
+    evicted_idle_us: int = 0
+    partial_hit_tokens: int = 0
+    isolated_faults: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,8 +287,48 @@ class WorkerLoad:
     blocks_total: int
     blocks_free: int
     blocks_evictable: int
+    blocks_pinned: int
     steps: int
     steps_in_flight: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassLoad:
+    """One priority class now; see `ClassLoad` in info.proto."""
+
+    name: str
+    running: int
+    waiting: int
+    weight: int
+    ttft_met: int
+    ttft_missed: int
+    targets_met: int
+    targets_missed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantLoad:
+    """One tenant now; see `TenantLoad` in info.proto."""
+
+    name: str
+    running: int
+    waiting: int
+    served_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stall:
+    """Work waits and no step completes.
+
+    Args:
+        request_id: at the head of what waits.
+        reason: why it does not move, for people.
+        since: when something moved last, microseconds on the clock of `now`.
+    """
+
+    request_id: str
+    reason: str
+    since: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,9 +337,12 @@ class Loads:
 
     running: int
     waiting: int
+    waiting_tokens: int
     accepted: int
     ended: int
     workers: tuple[WorkerLoad, ...]
+    classes: tuple[ClassLoad, ...]
+    tenants: tuple[TenantLoad, ...]
     counters: Counters
 
 
@@ -273,3 +355,7 @@ class Limits:
     kv_capacity_tokens: int
     eos_token_ids: tuple[int, ...]
     num_workers: int
+    block_size: int
+    model_digest: bytes
+    prefix_hash: str
+    """Name of the hash of the prefix cache; "" where prefixes are not cached."""

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from services.scheduler.core.admission import fits
+from services.scheduler.core.config import Config
 from services.scheduler.core.order import WaitingQueue, victim_for
 from services.scheduler.core.placement import belongs_elsewhere
-from services.scheduler.core.plan import Config, Counters, IntArray, Mask, NewRow, StepPlan
+from services.scheduler.core.plan import Counters, IntArray, Mask, NewRow, StepPlan
 from services.scheduler.core.request import Request, Status
 from services.scheduler.core.worker_state import OpenStep, WorkerState
 
@@ -220,12 +221,12 @@ class Draft:
         worker = self._worker
         if not worker.caches_prefixes:
             return _NO_INTS, False
-        if len(request.hashes) < total // worker.spec.block_size:
+        if len(request.chain) < total // worker.spec.block_size:
             worker.extend_hashes(request, request.token_ids())
         # At least one token is computed, for there must be something to sample from.
-        chain = request.hashes[: (total - 1) // worker.spec.block_size]
-        hits = worker.pool.match(chain)
-        return hits, hits.size < len(chain) and chain[hits.size] in worker.pending
+        most = (total - 1) // worker.spec.block_size
+        hits = worker.pool.match(request.chain, most)
+        return hits, hits.size < most and request.chain[hits.size] in worker.pending
 
     def _seat(self, request: Request, hits: IntArray, blocks: IntArray, chunk: int) -> None:
         worker, counters = self._worker, self._counters
@@ -279,7 +280,9 @@ class Draft:
         request = worker.rows.request(slot)
         size = worker.spec.block_size
         before = int(worker.rows.computed[slot])
-        for digest in request.hashes[before // size : (before + tokens) // size]:
+        known = min((before + tokens) // size, len(request.chain))
+        for block in range(before // size, known):
+            digest = request.chain[block]
             worker.pending[digest] = worker.pending.get(digest, 0) + 1
             self._pending.append(digest)
 
@@ -315,6 +318,8 @@ class Draft:
             num_tokens=tokens,
             num_new_blocks=_joined(self._num_blocks),
             new_block_ids=_joined(self._block_ids),
+            copied_from=_NO_INTS,
+            copied_to=_NO_INTS,
             block_table_digest=(
                 worker.block_table_digest() if self._config.check_block_tables else None
             ),

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from services.scheduler.core.chain import Chain
 from services.scheduler.core.plan import AddRequest, TokenArray
 
 
@@ -29,7 +30,7 @@ class Request:
         arrival: position in the order of arrival; unique.
         limit: most tokens in all, prompt included; None until a worker has told its limits.
         output: tokens applied so far; complete only while WAITING.
-        hashes: chain hashes of its full blocks, as far as known.
+        chain: hashes of its full blocks, as far as known.
         in_flight: sampled tokens still to come from steps planned before it was preempted.
         computed_once: tokens whose keys and values have been computed at least once.
         cached_tokens: prompt tokens found in the prefix cache at its first admission.
@@ -40,7 +41,7 @@ class Request:
     arrival: int
     limit: int | None
     output: list[int] = field(default_factory=list)
-    hashes: list[bytes] = field(default_factory=list)
+    chain: Chain = field(default_factory=Chain)
     status: Status = Status.WAITING
     worker_id: str = ""
     slot: int = -1

@@ -11,11 +11,12 @@ from dataclasses import replace
 
 from services.scheduler.core import admission
 from services.scheduler.core.applying import Application, close_step, end_if_complete
+from services.scheduler.core.chain import Chain, Hashing
+from services.scheduler.core.config import Config
 from services.scheduler.core.order import WaitingQueue
 from services.scheduler.core.plan import (
     NO_TOKENS,
     AddRequest,
-    Config,
     Counters,
     Ended,
     EndReason,
@@ -31,7 +32,7 @@ from services.scheduler.core.plan import (
 )
 from services.scheduler.core.planning import Draft
 from services.scheduler.core.request import Request, Status
-from services.scheduler.core.worker_state import ChainHash, WorkerState
+from services.scheduler.core.worker_state import WorkerState
 
 
 class Scheduler:
@@ -39,12 +40,12 @@ class Scheduler:
 
     Args:
         config: see Config.
-        chain_hash: hashes one block onto its parent; must be a pure function.
+        hashing: of the prefix cache.
     """
 
-    def __init__(self, config: Config, chain_hash: ChainHash) -> None:
+    def __init__(self, config: Config, hashing: Hashing) -> None:
         self._config = config
-        self._chain_hash = chain_hash
+        self._hashing = hashing
         self._waiting = WaitingQueue()
         self._workers: dict[str, WorkerState] = {}
         self._by_handle: dict[int, Request] = {}
@@ -61,7 +62,7 @@ class Scheduler:
         In order of that time.
         """
         self._chain: tuple[int, bytes] | None = None
-        """Block size and chain root that the queued requests' hashes were made with."""
+        """Block size and model digest that the queued requests' hashes were made with."""
 
     # Inputs
 
@@ -95,7 +96,7 @@ class Scheduler:
             arrival=self._next_arrival,
             limit=limit,
             output=spec.resumed.tolist(),
-            hashes=list(spec.prompt_hashes),
+            chain=Chain(spec.prompt_hashes),
         )
         self._next_arrival += 1
         self._accepted += 1
@@ -140,13 +141,13 @@ class Scheduler:
         assert announced.worker_id not in self._workers, "the worker is attached already"
         spec = self._lowered(announced)
         epoch = self._next_epoch
-        hashing = self._chain_hash if self._config.enable_prefix_caching else None
+        hashing = self._hashing if self._config.enable_prefix_caching else None
         self._workers[spec.worker_id] = WorkerState(spec, epoch, hashing)
         self._next_epoch += 1
-        chain = (spec.block_size, spec.chain_root)
+        chain = (spec.block_size, spec.model_digest)
         if self._chain not in (None, chain):
             for request in self._waiting:
-                request.hashes.clear()
+                request.chain.clear()
         self._chain = chain
         self._refresh_limits()
         ended = self._check_queued()
@@ -178,14 +179,14 @@ class Scheduler:
     def expire(self, now: int) -> Events:
         """Ends what has waited longer than the grace time for a worker that can hold it."""
         ended: list[Ended] = []
-        while (wakeup := self.next_wakeup()) is not None and wakeup <= now:
+        while (wakeup := self.next_wakeup(now)) is not None and wakeup <= now:
             handle = next(iter(self._homeless))
             ended.append(self._end(self._by_handle[handle], EndReason.NO_WORKER))
         return replace(NO_TOKENS, ended=tuple(ended))
 
     # Verbs
 
-    def plan(self, worker_id: str) -> StepPlan | None:
+    def plan(self, worker_id: str, now: int) -> StepPlan | None:
         """The worker's next step; None while enough steps are open or there is nothing to do."""
         worker = self._workers[worker_id]
         if len(worker.open) >= worker.spec.max_in_flight:
@@ -193,7 +194,7 @@ class Scheduler:
         others = [other for other in self._workers.values() if other is not worker]
         return Draft(worker, others, self._waiting, self._config, self._counters).make()
 
-    def apply(self, worker_id: str, result: StepResult) -> Events:
+    def apply(self, worker_id: str, result: StepResult, now: int) -> Events:
         """Takes the result of the worker's oldest open step.
 
         Raises:
@@ -203,7 +204,7 @@ class Scheduler:
         step = close_step(worker, result)
         return Application(worker, step, result, self._counters, self._end).events()
 
-    def next_wakeup(self) -> int | None:
+    def next_wakeup(self, now: int) -> int | None:
         """When `expire` has something to do, microseconds; None: not before the next input."""
         for since in self._homeless.values():
             return since + self._config.worker_grace_us
@@ -231,6 +232,7 @@ class Scheduler:
                 blocks_total=worker.pool.num_blocks,
                 blocks_free=worker.pool.num_free,
                 blocks_evictable=worker.pool.num_evictable,
+                blocks_pinned=0,
                 steps=worker.next_step_id - 1,
                 steps_in_flight=len(worker.open),
             )
@@ -241,7 +243,10 @@ class Scheduler:
             waiting=len(self._waiting),
             accepted=self._accepted,
             ended=self._ended,
+            waiting_tokens=0,
             workers=workers,
+            classes=(),
+            tenants=(),
             counters=replace(self._counters),
         )
 
@@ -333,7 +338,9 @@ class Scheduler:
         return replace(spec, max_num_seqs=seqs, max_num_batched_tokens=budget)
 
     def _refresh_limits(self) -> None:
-        self._limits = admission.limits_of([w.spec for w in self._workers.values()])
+        prefix_hash = self._hashing.name if self._config.enable_prefix_caching else ""
+        specs = [worker.spec for worker in self._workers.values()]
+        self._limits = admission.limits_of(specs, prefix_hash)
 
     def _find_homeless(self, now: int) -> None:
         """Notes which queued requests fit no attached worker any more, or fit one again."""
@@ -348,7 +355,7 @@ class Scheduler:
 
 def _kind(spec: WorkerSpec) -> tuple[int, bytes, int, tuple[int, ...]]:
     """What workers of one model have in common."""
-    return spec.block_size, spec.chain_root, spec.vocab_size, tuple(sorted(spec.eos_token_ids))
+    return spec.block_size, spec.model_digest, spec.vocab_size, tuple(sorted(spec.eos_token_ids))
 
 
 def _fits_any(request: Request, specs: list[WorkerSpec]) -> bool:

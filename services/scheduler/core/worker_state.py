@@ -5,19 +5,16 @@ Owns the moves that keep rows and pool in step with each other. Decides nothing.
 
 import hashlib
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from services.scheduler.core.blocks import BlockPool
+from services.scheduler.core.chain import Hashing
 from services.scheduler.core.plan import IntArray, WorkerSpec
 from services.scheduler.core.request import Request, Status
 from services.scheduler.core.rows import Rows
-
-ChainHash = Callable[[bytes, bytes], bytes]
-"""(parent hash, little-endian uint32 tokens of one block) -> hash of the block."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +44,7 @@ class OpenStep:
 class WorkerState:
     """One attachment of one worker, from `attach` to `lost`."""
 
-    def __init__(self, spec: WorkerSpec, epoch: int, chain_hash: ChainHash | None) -> None:
+    def __init__(self, spec: WorkerSpec, epoch: int, hashing: Hashing | None) -> None:
         self.spec = spec
         self.epoch = epoch
         self.pool = BlockPool(spec.num_blocks)
@@ -64,12 +61,12 @@ class WorkerState:
         self.is_eos[list(spec.eos_token_ids)] = True
         self.ones: IntArray = np.ones(spec.max_num_seqs, np.int64)
         self.zeros: IntArray = np.zeros(spec.max_num_seqs, np.int64)
-        self._chain_hash = chain_hash
+        self._hashing = hashing
 
     @property
     def caches_prefixes(self) -> bool:
         """Full blocks are hashed and reused."""
-        return self._chain_hash is not None
+        return self._hashing is not None
 
     @property
     def outstanding_tokens(self) -> int:
@@ -89,23 +86,27 @@ class WorkerState:
 
     def extend_hashes(self, request: Request, slot_tokens: npt.NDArray[np.uint32]) -> None:
         """Completes the request's chain over the full blocks of its tokens so far."""
-        assert self._chain_hash is not None
-        size = self.spec.block_size
-        hashes = request.hashes
-        for block in range(len(hashes), slot_tokens.size // size):
-            parent = hashes[block - 1] if block else self.spec.chain_root
+        assert self._hashing is not None
+        size, chain = self.spec.block_size, request.chain
+        known = len(chain)
+        if known:
+            parent = chain[known - 1]
+        else:
+            parent = self._hashing.root(self.spec.model_digest, request.spec.salt)
+        for block in range(known, slot_tokens.size // size):
             tokens = slot_tokens[block * size : (block + 1) * size]
-            hashes.append(self._chain_hash(parent, tokens.astype("<u4", copy=False).tobytes()))
+            parent = self._hashing.block(parent, tokens.astype("<u4", copy=False).tobytes())
+            chain.append(parent)
 
     def register_filled(self, slot: int, computed: int) -> None:
         """Makes the row's blocks below `computed` tokens findable."""
         request = self.rows.request(slot)
         full = computed // self.spec.block_size
-        if len(request.hashes) < full:
+        if len(request.chain) < full:
             self.extend_hashes(request, self.rows.tokens[slot, : full * self.spec.block_size])
         first = self.rows.registered.item(slot)
         blocks = self.rows.blocks[slot, first:full].tolist()
-        self.pool.register(blocks, request.hashes[first:full])
+        self.pool.register(blocks, request.chain, first)
         self.rows.registered[slot] = full
 
     def drop_pending(self, hashes: tuple[bytes, ...]) -> None:

@@ -6,7 +6,12 @@ import numpy as np
 import pytest
 
 from services.scheduler.core.blocks import BlockPool
+from services.scheduler.core.chain import Chain
 from services.scheduler.core.eviction import LruQueue
+
+
+def chain(*names: bytes) -> Chain:
+    return Chain(b"".join(name.ljust(32, b"\0") for name in names))
 
 
 def ids(*blocks: int) -> np.ndarray:
@@ -22,29 +27,29 @@ def test_a_new_pool_gives_low_blocks_first() -> None:
 def test_blank_blocks_are_used_before_cached_ones() -> None:
     pool = BlockPool(4)
     cached, other = pool.allocate(1), pool.allocate(1)
-    pool.register([int(cached[0])], [b"h"])
+    pool.register([int(cached[0])], chain(b"h"), 0)
     pool.release(cached)
     pool.release(other)
     assert (pool.num_free, pool.num_evictable) == (3, 1)
     assert cached[0] not in pool.allocate(3)
-    assert pool.match([b"h"]).tolist() == cached.tolist()
+    assert pool.match(chain(b"h"), 1).tolist() == cached.tolist()
     assert pool.allocate(1).tolist() == cached.tolist()
-    assert not pool.match([b"h"]).size, "an evicted block is forgotten"
+    assert not pool.match(chain(b"h"), 1).size, "an evicted block is forgotten"
 
 
 def test_the_tail_of_a_chain_is_evicted_before_its_head() -> None:
     pool = BlockPool(3)
-    chain = pool.allocate(3)
-    pool.register(chain.tolist(), [b"a", b"b", b"c"])
-    pool.release(chain)
+    held = pool.allocate(3)
+    pool.register(held.tolist(), chain(b"a", b"b", b"c"), 0)
+    pool.release(held)
     pool.allocate(1)
-    assert pool.match([b"a", b"b", b"c"]).tolist() == chain[:2].tolist()
+    assert pool.match(chain(b"a", b"b", b"c"), 3).tolist() == held[:2].tolist()
 
 
 def test_a_shared_block_is_freed_by_its_last_holder() -> None:
     pool = BlockPool(2)
     block = pool.allocate(1)
-    pool.register([int(block[0])], [b"a"])
+    pool.register([int(block[0])], chain(b"a"), 0)
     pool.hold(block)
     pool.release(block)
     assert pool.num_evictable == 0
@@ -58,9 +63,9 @@ def test_a_shared_block_is_freed_by_its_last_holder() -> None:
 def test_of_two_blocks_with_one_content_the_first_is_found() -> None:
     pool = BlockPool(2)
     blocks = pool.allocate(2)
-    pool.register([int(blocks[0])], [b"a"])
-    pool.register([int(blocks[1])], [b"a"])
-    assert pool.match([b"a"]).tolist() == [blocks[0]]
+    pool.register([int(blocks[0])], chain(b"a"), 0)
+    pool.register([int(blocks[1])], chain(b"a"), 0)
+    assert pool.match(chain(b"a"), 1).tolist() == [blocks[0]]
     pool.release(blocks)
     assert (pool.num_free, pool.num_evictable) == (1, 1)
     pool.check_invariants(ids())
@@ -69,9 +74,9 @@ def test_of_two_blocks_with_one_content_the_first_is_found() -> None:
 def test_match_stops_at_the_first_miss() -> None:
     pool = BlockPool(3)
     blocks = pool.allocate(2)
-    pool.register([int(blocks[0])], [b"a"])
-    pool.register([int(blocks[1])], [b"c"])
-    assert pool.match([b"a", b"b", b"c"]).tolist() == [blocks[0]]
+    pool.register([int(blocks[0])], chain(b"a"), 0)
+    pool.register([int(blocks[1])], chain(b"c"), 0)
+    assert pool.match(chain(b"a", b"b", b"c"), 3).tolist() == [blocks[0]]
 
 
 @pytest.mark.parametrize("seed", range(5))

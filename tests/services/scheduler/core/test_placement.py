@@ -1,14 +1,13 @@
 """Which of several workers a request goes to, and what happens when one of them leaves."""
 
-import hashlib
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from services.scheduler.core.config import Config
 from services.scheduler.core.plan import (
     AddRequest,
-    Config,
     EndReason,
     Events,
     Refused,
@@ -16,6 +15,7 @@ from services.scheduler.core.plan import (
     WorkerSpec,
 )
 from services.scheduler.core.scheduler import Scheduler
+from services.scheduler.hashing import SHA256
 from tests.fakes.kv_worker import KvWorker, expected_output
 
 GREEDY = Sampling(temperature=0.0, top_p=1.0, top_k=0, seed=0)
@@ -23,16 +23,12 @@ VOCAB = 1000
 GRACE_US = 100
 
 
-def chain_hash(parent: bytes, tokens: bytes) -> bytes:
-    return hashlib.sha256(parent + tokens).digest()
-
-
 class Fleet:
     """A scheduler and several checking workers; `turn` plans on all and lets each answer a step."""
 
     def __init__(self) -> None:
         config = Config(check_block_tables=True, worker_grace_us=GRACE_US)
-        self.core = Scheduler(config, chain_hash)
+        self.core = Scheduler(config, SHA256)
         self.workers: dict[str, KvWorker] = {}
         self.prompts: dict[int, list[int]] = {}
         self.output: dict[int, list[int]] = {}
@@ -54,7 +50,7 @@ class Fleet:
             vocab_size=VOCAB,
             eos_token_ids=(),
             max_in_flight=2,
-            chain_root=b"root",
+            model_digest=b"model",
             **sizes,
         )
         lowered, epoch, events = self.core.attach(spec, self.now)
@@ -92,7 +88,7 @@ class Fleet:
         while planned:
             planned = False
             for worker_id, worker in self.workers.items():
-                plan = self.core.plan(worker_id)
+                plan = self.core.plan(worker_id, self.now)
                 if plan is None:
                     continue
                 worker.send(plan)
@@ -106,7 +102,7 @@ class Fleet:
         self.plan()
         for worker_id in only or tuple(self.workers):
             if self.workers[worker_id].unanswered:
-                self.take(self.core.apply(worker_id, self.workers[worker_id].step()))
+                self.take(self.core.apply(worker_id, self.workers[worker_id].step(), self.now))
         self.core.check_invariants()
 
     def run(self) -> None:
@@ -266,11 +262,11 @@ def test_a_request_whose_only_worker_left_waits_without_blocking_and_then_ends()
     fleet.add(1, [2] * 8, 4)
     fleet.run()
     assert fleet.ended == {1: EndReason.LENGTH}
-    assert fleet.core.next_wakeup() == GRACE_US
+    assert fleet.core.next_wakeup(fleet.now) == GRACE_US
     fleet.now = GRACE_US
     fleet.take(fleet.core.expire(fleet.now))
     assert fleet.ended[0] is EndReason.NO_WORKER
-    assert fleet.core.next_wakeup() is None
+    assert fleet.core.next_wakeup(fleet.now) is None
 
 
 def test_a_request_whose_only_worker_returns_in_time_goes_on() -> None:
@@ -284,7 +280,7 @@ def test_a_request_whose_only_worker_returns_in_time_goes_on() -> None:
     fleet.now = GRACE_US - 1
     fleet.take(fleet.core.expire(fleet.now))
     fleet.attach("large")
-    assert fleet.core.next_wakeup() is None
+    assert fleet.core.next_wakeup(fleet.now) is None
     fleet.run()
     assert fleet.ended == {0: EndReason.LENGTH}
     assert fleet.places[0] == ["large", "large"]

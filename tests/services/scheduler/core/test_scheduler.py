@@ -1,13 +1,11 @@
 """Whole schedules as golden lists: one line per step, paste-ready when one changes."""
 
-import hashlib
-
 import numpy as np
 import pytest
 
+from services.scheduler.core.config import Config
 from services.scheduler.core.plan import (
     AddRequest,
-    Config,
     EndReason,
     Events,
     Refused,
@@ -15,21 +13,18 @@ from services.scheduler.core.plan import (
     WorkerSpec,
 )
 from services.scheduler.core.scheduler import Scheduler
+from services.scheduler.hashing import SHA256
 from tests.fakes.kv_worker import KvWorker, expected_output
 
 GREEDY = Sampling(temperature=0.0, top_p=1.0, top_k=0, seed=0)
 VOCAB = 1000
 
 
-def chain_hash(parent: bytes, tokens: bytes) -> bytes:
-    return hashlib.sha256(parent + tokens).digest()
-
-
 class Bench:
     """A scheduler, one checking worker, and a log of steps."""
 
     def __init__(self, *, num_blocks: int = 16, in_flight: int = 1, **config: object) -> None:
-        self.core = Scheduler(Config(check_block_tables=True, **config), chain_hash)
+        self.core = Scheduler(Config(check_block_tables=True, **config), SHA256)
         spec = WorkerSpec(
             worker_id="w",
             num_blocks=num_blocks,
@@ -40,7 +35,7 @@ class Bench:
             vocab_size=VOCAB,
             eos_token_ids=(),
             max_in_flight=in_flight,
-            chain_root=b"root",
+            model_digest=b"model",
         )
         lowered, epoch, _ = self.core.attach(spec, 0)
         self.worker = KvWorker(lowered, epoch)
@@ -74,7 +69,7 @@ class Bench:
             self.stops[end.handle] = end.stop_token_id
 
     def step(self) -> bool:
-        plan = self.core.plan("w")
+        plan = self.core.plan("w", 0)
         if plan is not None:
             self.worker.send(plan)
             handles = self.core._workers["w"].rows.handle
@@ -84,7 +79,7 @@ class Bench:
             ]
             self.log.append(" ".join(rows) + (" -" * plan.released_slots.size))
         if self.worker.unanswered:
-            self.take(self.core.apply("w", self.worker.step()))
+            self.take(self.core.apply("w", self.worker.step(), 0))
         self.core.check_invariants()
         return plan is not None
 

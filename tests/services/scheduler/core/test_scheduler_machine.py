@@ -1,16 +1,14 @@
 """Random sequences of every input, with the invariants checked after each, down to quiesce."""
 
-import hashlib
-
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from services.scheduler.core.config import Config
 from services.scheduler.core.plan import (
     AddRequest,
-    Config,
     EndReason,
     Events,
     LinkFault,
@@ -19,15 +17,12 @@ from services.scheduler.core.plan import (
     WorkerSpec,
 )
 from services.scheduler.core.scheduler import Scheduler
+from services.scheduler.hashing import SHA256
 from tests.fakes.kv_worker import KvWorker, expected_output
 
 GREEDY = Sampling(temperature=0.0, top_p=1.0, top_k=0, seed=0)
 VOCAB = 13
 EOS = (5,)
-
-
-def chain_hash(parent: bytes, tokens: bytes) -> bytes:
-    return hashlib.sha256(parent + tokens).digest()
 
 
 def spec(worker_id: str, num_blocks: int = 16) -> WorkerSpec:
@@ -41,7 +36,7 @@ def spec(worker_id: str, num_blocks: int = 16) -> WorkerSpec:
         vocab_size=VOCAB,
         eos_token_ids=EOS,
         max_in_flight=2,
-        chain_root=b"root",
+        model_digest=b"model",
     )
 
 
@@ -57,7 +52,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         config = Config(
             check_block_tables=True, prefill_chunk_size=6, worker_grace_us=50, max_num_seqs=4
         )
-        self.core = Scheduler(config, chain_hash)
+        self.core = Scheduler(config, SHA256)
         self.workers: dict[str, KvWorker] = {}
         self.requests: dict[int, AddRequest] = {}
         self.output: dict[int, list[int]] = {}
@@ -210,11 +205,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     def pass_time(self, step: int) -> None:
         self.now += step
         self.take(self.core.expire(self.now))
-        wakeup = self.core.next_wakeup()
+        wakeup = self.core.next_wakeup(self.now)
         assert wakeup is None or wakeup > self.now
 
     def plan(self, worker_id: str) -> None:
-        plan = self.core.plan(worker_id)
+        plan = self.core.plan(worker_id, self.now)
         if plan is not None:
             self.workers[worker_id].send(plan)
         self.core.check_invariants()
@@ -222,7 +217,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def answer(self, worker_id: str) -> None:
         worker = self.workers[worker_id]
         if worker.unanswered:
-            self.take(self.core.apply(worker_id, worker.step()))
+            self.take(self.core.apply(worker_id, worker.step(), self.now))
 
     @invariant()
     def agrees(self) -> None:
@@ -260,7 +255,7 @@ TestSchedulerMachine.settings = settings(
 
 
 def test_a_result_of_another_step_is_a_link_fault() -> None:
-    core = Scheduler(Config(check_block_tables=True), chain_hash)
+    core = Scheduler(Config(check_block_tables=True), SHA256)
     lowered, epoch, _ = core.attach(spec("a"), 0)
     worker = KvWorker(lowered, epoch)
     core.add(
@@ -275,10 +270,10 @@ def test_a_result_of_another_step_is_a_link_fault() -> None:
         ),
         0,
     )
-    plan = core.plan("a")
+    plan = core.plan("a", 0)
     assert plan is not None
     worker.send(plan)
     result = worker.step()
-    core.apply("a", result)
+    core.apply("a", result, 0)
     with pytest.raises(LinkFault):
-        core.apply("a", result)
+        core.apply("a", result, 0)
