@@ -66,6 +66,10 @@ class BlockPool:
         """How many of these blocks `hold` would take out of `available`."""
         return int(np.count_nonzero(self._references[blocks] == 0))
 
+    def shared(self, blocks: IntArray) -> int:
+        """How many of these held blocks another request holds as well."""
+        return int(np.count_nonzero(self._references[blocks] > 1))
+
     def hold(self, blocks: IntArray) -> None:
         """Adds a reference to matched blocks (all different)."""
         self._evictable.discard(blocks[self._references[blocks] == 0])
