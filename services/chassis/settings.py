@@ -2,7 +2,8 @@
 
 Each field of a settings dataclass is a flag (`max_num_seqs` is `--max-num-seqs`) and an environment
 variable (`QUIRE_MAX_NUM_SEQS`); a flag beats the variable, the variable beats the default. An empty
-variable counts as unset. A switch is turned off by `--flag false` or `--no-flag`.
+variable counts as unset. A switch is turned off by `--flag false` or `--no-flag`. A list is one text
+with commas; its flag may be given several times, and the lists are joined.
 """
 
 import argparse
@@ -94,6 +95,23 @@ class _Parser(argparse.ArgumentParser):
         raise SettingsError(f"{self.prog}: {message}")
 
 
+class _Joined(argparse.Action):
+    """Keeps what a repeated flag was given before."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        before = getattr(namespace, self.dest)
+        if before is None:
+            setattr(namespace, self.dest, values)
+        else:  # one without a value stays a problem
+            setattr(namespace, self.dest, f"{before},{values}" if before and values else "")
+
+
 def _parser(cls: type[Settings], prog: str, hints: Mapping[str, Any]) -> _Parser:
     parser = _Parser(prog=prog, description=(cls.__doc__ or "").strip(), allow_abbrev=False)
     for field in dataclasses.fields(cls):
@@ -106,6 +124,7 @@ def _parser(cls: type[Settings], prog: str, hints: Mapping[str, Any]) -> _Parser
             const="true" if _base(hint) is bool else "",
             help=_help(name, field),
             metavar=_metavar(hint),
+            action=_Joined if _base(hint) is tuple else "store",
         )
         if _base(hint) is bool:
             off = f"--no-{_flag(name)[2:]}"

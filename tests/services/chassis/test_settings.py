@@ -55,6 +55,11 @@ def test_a_flag_beats_the_variable_and_the_variable_beats_the_default() -> None:
     assert (settings.model, settings.max_num_seqs) == ("from-flag", 5)
 
 
+def test_a_list_may_be_given_in_parts() -> None:
+    assert read("--model=m", "--listen=a:1,b:2", "--listen", "c:3").listen == ("a:1", "b:2", "c:3")
+    assert problems("--model=m", "--listen=a:1", "--listen") == ["example: --listen needs a value"]
+
+
 def test_an_empty_variable_counts_as_unset() -> None:
     assert read("--model", "m", QUIRE_MAX_NUM_SEQS="").max_num_seqs == 8
 
