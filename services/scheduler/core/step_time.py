@@ -1,0 +1,314 @@
+"""How long a step takes, learned from the worker's own timings: milliseconds become a chunk size.
+
+Least squares over what a step costs by (1, tokens, rows, context), the sums forgetting by halves.
+Two things differ from the textbook. The ridge draws each coefficient towards its last value rather
+than to zero, so that what recent steps say nothing about (tokens of prompts, while all rows decode)
+stays as it was learned. And the solution is kept non-negative by dropping features, as in active
+set methods for non-negative least squares (Lawson and Hanson, "Solving Least Squares Problems",
+1974, chapter 23).
+
+Sums are exact integers; everything else is plain Python floats in a fixed order, so that the same
+observations give the same coefficients on every machine.
+"""
+
+import math
+from collections import deque
+from dataclasses import dataclass
+
+_MEMORY = 64
+"""Sums are halved when they hold so many steps."""
+_PREFILL_MEMORY = 256
+"""Sums over steps with prefills are halved too when so many others have passed."""
+_SOLVE_EVERY = 32
+_SOLVE_EVERY_AT_FIRST = 4
+_MIN_OBSERVATIONS = 8
+_MIN_TOKEN_RATIO = 2
+"""Most to fewest tokens of a step, before predictions are made;"""
+_ENOUGH_OBSERVATIONS = 32
+"""or so many steps, as where each step is filled with prefills: trying another size tells more."""
+_RIDGE = 0.01
+"""Pull towards the last solution, relative to each feature's own sum of squares."""
+_OUTLIER = 4
+"""A step counts at most so many times its prediction in the sums, twice that if it is the second
+in a row, and so on: a hiccup hardly counts, and a lasting slow-down is followed at once."""
+_SURPRISE = 1.25
+"""A step slower than so many times its prediction has the model solved at once."""
+
+_MARGIN_WINDOW = 64
+_MARGIN_RANK = 4
+"""The margin is this largest error of the window: p95."""
+_EXCESS_WINDOW = 128
+_EXCESS_RANK = 2
+"""What chunks are cut by is this largest relative error of its window: p98."""
+_EXCESS_UNIT = 1024
+_EXCESS_LIMIT = 1024
+_EXCESS_AT_FIRST = 256
+"""Least relative error assumed while the window holds fewer than `_EXCESS_KNOWN`."""
+_EXCESS_KNOWN = 16
+_EXCESS_CORE_RANK = 13
+"""At most twice this one (p90) and 1/32 counts, so that a few hiccups do not shut prompts out."""
+_EXCESS_FADE = 512
+"""After so many steps without a prefill the relative errors are halved, lest prompts stay out."""
+_FIRST_CHUNK = 16
+"""Prefill tokens tried where none have been seen."""
+
+_Vector = tuple[float, float, float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """What a step's duration depends on.
+
+    Args:
+        tokens: computed in the step.
+        rows: requests in it.
+        context: KV tokens read: the sum over rows of the tokens computed once the step is done.
+    """
+
+    tokens: int
+    rows: int
+    context: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTimeCoefficients:
+    """Microseconds a step takes: base and per token, row and context token; all >= 0."""
+
+    base_us: float
+    per_token_us: float
+    per_row_us: float
+    per_context_us: float
+
+
+class StepTimeModel:
+    """The step times of one worker.
+
+    `observe` each step's result; the first is ignored, since it includes what a worker does once
+    (allocation, compilation).
+    """
+
+    def __init__(self) -> None:
+        self._decodes = _Sums()
+        self._prefills = _Sums()
+        self._pending: list[tuple[int, int, int, int, float]] = []
+        self._beta: _Vector | None = None
+        self._seen = -1
+        self._min_tokens = 1 << 62
+        self._max_tokens = 0
+        self._largest_prefill = 0
+        self._fitted_prefill = 0
+        self._streak = 0
+        self._errors: deque[int] = deque(maxlen=_MARGIN_WINDOW)
+        self._excess: deque[int] = deque(maxlen=_EXCESS_WINDOW)
+        self._decodes_alone = 0
+        self._margin: int | None = 0
+        self._limit: int | None = None
+
+    @property
+    def coefficients(self) -> StepTimeCoefficients | None:
+        """What the model has learned; None before it has data."""
+        if self._beta is None:
+            return None
+        base, token, row, context = self._beta
+        return StepTimeCoefficients(
+            base_us=base, per_token_us=token, per_row_us=row, per_context_us=context
+        )
+
+    @property
+    def margin_us(self) -> int:
+        """What 95 % of the last steps took longer than predicted at most; 0 without data."""
+        if self._margin is None:
+            errors = sorted(self._errors)
+            rank = max(1, len(errors) * _MARGIN_RANK // _MARGIN_WINDOW)
+            self._margin = max(0, errors[-rank])
+        return self._margin
+
+    def observe(self, shape: StepShape, execute_us: int) -> None:
+        """Takes the duration of one step into account.
+
+        Args:
+            shape: of the step.
+            execute_us: how long the worker computed; ignored unless positive.
+        """
+        if execute_us <= 0 or shape.tokens <= 0:
+            return
+        self._seen += 1
+        if not self._seen:
+            return
+        tokens = shape.tokens
+        beta = self._beta
+        prefill = tokens - shape.rows
+        self._largest_prefill = max(self._largest_prefill, prefill)
+        if beta is None:
+            self._min_tokens = min(self._min_tokens, tokens)
+            self._max_tokens = max(self._max_tokens, tokens)
+            self._pending.append((tokens, shape.rows, shape.context, execute_us, 0.0))
+            if len(self._pending) >= _SOLVE_EVERY_AT_FIRST:
+                self._learn()
+            return
+        predicted = beta[0] + beta[1] * tokens + beta[2] * shape.rows + beta[3] * shape.context
+        self._pending.append((tokens, shape.rows, shape.context, execute_us, predicted))
+        if (
+            len(self._pending) >= _SOLVE_EVERY
+            or prefill > self._fitted_prefill
+            or execute_us > _SURPRISE * predicted
+        ):
+            self._learn()
+
+    def predict_us(self, shape: StepShape) -> int | None:
+        """How long a step takes, microseconds; None before the model has data."""
+        if self._beta is None:
+            return None
+        return int(self._duration(shape.tokens, shape.rows, shape.context) + 0.5)
+
+    def tokens_within(self, target_us: int, shape: StepShape, context: int) -> int | None:
+        """Most prefill tokens one more row may add to a step that is to stay within a target.
+
+        At most twice as many prefill tokens in a step as were ever seen: times are not linear in
+        them, so the model has to see more of them before it believes more of them.
+
+        Args:
+            target_us: wanted duration of the step, microseconds.
+            shape: the step so far.
+            context: KV tokens computed already of the prompt that the chunk belongs to.
+
+        Returns:
+            0 where even the row alone exceeds the target; None before the model has data.
+        """
+        if self._beta is None:
+            return None
+        limit = min(
+            target_us - self.margin_us,
+            target_us * _EXCESS_UNIT // (_EXCESS_UNIT + self._relative_excess()),
+        )
+        room = limit - self._duration(shape.tokens, shape.rows + 1, shape.context + context)
+        if room <= 0:
+            return 0
+        explored = max(_FIRST_CHUNK, 2 * self._largest_prefill) - (shape.tokens - shape.rows)
+        per_token = self._beta[1] + self._beta[3]
+        if per_token * explored > room:
+            return int(room / per_token)
+        return max(0, explored)
+
+    def _duration(self, tokens: int, rows: int, context: int) -> float:
+        assert self._beta is not None
+        base, per_token, per_row, per_context = self._beta
+        return base + per_token * tokens + per_row * rows + per_context * context
+
+    def _relative_excess(self) -> int:
+        """How much longer than predicted steps with prefills take, in 1/`_EXCESS_UNIT`."""
+        if self._limit is None:
+            excess = sorted(self._excess)
+            known = 0
+            if excess:
+                core = excess[-max(1, len(excess) * _EXCESS_CORE_RANK // _EXCESS_WINDOW)]
+                top = excess[-min(_EXCESS_RANK, len(excess))]
+                known = min(top, 2 * max(0, core) + _EXCESS_UNIT // 32)
+            least = 0 if len(excess) >= _EXCESS_KNOWN else _EXCESS_AT_FIRST
+            self._limit = max(known, least)
+        return self._limit
+
+    def _learn(self) -> None:
+        """Takes what was observed since the last time into the sums, and solves them."""
+        for tokens, rows, context, execute_us, predicted in self._pending:
+            prefills = tokens > rows
+            counted = execute_us
+            if predicted > 0:
+                self._note_error(prefills, execute_us, predicted)
+                bound = int(predicted * _OUTLIER) << min(self._streak, 16)
+                self._streak = self._streak + 1 if execute_us > bound else 0
+                counted = min(execute_us, bound)
+            if prefills:
+                self._prefills.add(tokens, rows, context, counted)
+                continue
+            self._decodes.add(tokens, rows, context, counted)
+            self._decodes_alone += 1
+            if self._decodes_alone % _PREFILL_MEMORY == 0:
+                self._prefills.halve()
+        self._pending.clear()
+        self._margin = None if self._errors else 0
+        self._limit = None
+        known = (
+            self._max_tokens >= _MIN_TOKEN_RATIO * self._min_tokens
+            and self._seen >= _MIN_OBSERVATIONS
+        )
+        if self._beta is not None or known or self._seen >= _ENOUGH_OBSERVATIONS:
+            self._fitted_prefill = self._largest_prefill
+            self._beta = _solve(self._decodes, self._prefills, self._beta)
+
+    def _note_error(self, prefills: bool, execute_us: int, predicted: float) -> None:
+        error = execute_us - int(predicted)
+        self._errors.append(error)
+        if prefills:
+            self._excess.append(min(int(error * _EXCESS_UNIT / predicted), _EXCESS_LIMIT))
+            return
+        if self._decodes_alone % _EXCESS_FADE == _EXCESS_FADE - 1:
+            self._excess = deque((value >> 1 for value in self._excess), _EXCESS_WINDOW)
+
+
+class _Sums:
+    """Sums of products of (1, tokens, rows, context) with each other and with the duration."""
+
+    __slots__ = ("values",)
+
+    def __init__(self) -> None:
+        self.values: tuple[int, ...] = (0,) * 14
+
+    def add(self, t: int, r: int, c: int, us: int) -> None:
+        """Adds one step of t tokens, r rows and c context tokens that took `us`."""
+        if self.values[0] >= _MEMORY:
+            self.halve()
+        n, st, sr, sc, tt, tr, tc, rr, rc, cc, y, yt, yr, yc = self.values
+        self.values = (
+            n + 1, st + t, sr + r, sc + c, tt + t * t, tr + t * r, tc + t * c, rr + r * r,
+            rc + r * c, cc + c * c, y + us, yt + t * us, yr + r * us, yc + c * us,
+        )  # fmt: skip
+
+    def halve(self) -> None:
+        """Forgets half of everything."""
+        self.values = tuple([value >> 1 for value in self.values])
+
+
+def _solve(decodes: _Sums, prefills: _Sums, before: _Vector | None) -> _Vector:
+    """Non-negative coefficients that explain the sums, near `before` where they say nothing."""
+    n, st, sr, sc, tt, tr, tc, rr, rc, cc, *moments = [
+        a + b for a, b in zip(decodes.values, prefills.values, strict=True)
+    ]
+    gram = ((n, st, sr, sc), (st, tt, tr, tc), (sr, tr, rr, rc), (sc, tc, rc, cc))
+    norms = [math.sqrt(gram[i][i]) for i in range(4)]
+    active = [i for i in range(4) if norms[i] > 0]
+    old = before or (0.0, 0.0, 0.0, 0.0)
+    kept = list(old)
+    while active:
+        matrix = [
+            [gram[i][j] / (norms[i] * norms[j]) + (_RIDGE if i == j else 0.0) for j in active]
+            + [moments[i] / norms[i] + _RIDGE * old[i] * norms[i]]
+            for i in active
+        ]
+        solution = _eliminate(matrix)
+        worst = min(range(len(active)), key=solution.__getitem__)
+        if solution[worst] >= 0:
+            for i, value in zip(active, solution, strict=True):
+                kept[i] = value / norms[i]
+            break
+        kept[active.pop(worst)] = 0.0
+    return kept[0], kept[1], kept[2], kept[3]
+
+
+def _eliminate(matrix: list[list[float]]) -> list[float]:
+    """Solves a positive definite system, [n, n + 1] with its right side, in place."""
+    size = len(matrix)
+    for k in range(size):
+        pivot = matrix[k]
+        for i in range(k + 1, size):
+            row = matrix[i]
+            factor = row[k] / pivot[k]
+            for j in range(k + 1, size + 1):
+                row[j] -= factor * pivot[j]
+    solution = [0.0] * size
+    for k in range(size - 1, -1, -1):
+        value = matrix[k][size]
+        for j in range(k + 1, size):
+            value -= matrix[k][j] * solution[j]
+        solution[k] = value / matrix[k][k]
+    return solution
