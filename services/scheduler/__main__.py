@@ -12,8 +12,10 @@ from services.chassis.server import GrpcServer
 from services.chassis.settings import parse
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.engine_loop import EngineLoop
-from services.scheduler.hashing import SHA256
+from services.scheduler.hashing import hashing_for
+from services.scheduler.prompt_hasher import PromptHasher
 from services.scheduler.servicer import InfoServicer, TokenServicer
+from services.scheduler.session_chains import SessionChains
 from services.scheduler.settings import LATER_FLAGS, Settings
 from services.scheduler.worker_link import WorkerLinkServicer
 
@@ -27,10 +29,16 @@ _HANG_CHECK_S = 1.0
 
 
 def wire(settings: Settings) -> tuple[EngineLoop, GrpcServer]:
-    """The loop and the server in front of it, not yet running."""
-    loop = EngineLoop(Scheduler(settings.core_config(), SHA256))
+    """The loop and the server in front of it, not yet running.
+
+    Raises:
+        SettingsError: the hash of the prefix cache and its key do not go together.
+    """
+    hashing = hashing_for(settings.prefix_caching_hash_algo, settings.hash_key())
+    loop = EngineLoop(Scheduler(settings.core_config(), hashing))
+    hasher = PromptHasher(hashing, SessionChains())
     server = GrpcServer([TOKEN_SERVICE], always_ready=[INFO_SERVICE, WORKER_LINK_SERVICE])
-    token_pb2_grpc.add_TokenServiceServicer_to_server(TokenServicer(loop), server.grpc)
+    token_pb2_grpc.add_TokenServiceServicer_to_server(TokenServicer(loop, hasher), server.grpc)
     info_pb2_grpc.add_InfoServiceServicer_to_server(InfoServicer(loop), server.grpc)
     worker_pb2_grpc.add_WorkerLinkServiceServicer_to_server(
         WorkerLinkServicer(loop, check_block_tables=settings.check_block_tables), server.grpc

@@ -9,14 +9,17 @@ from services.chassis.errors import NotFound, Unavailable
 from services.scheduler import codec
 from services.scheduler.core.plan import AddRequest
 from services.scheduler.engine_loop import Caller, EngineLoop
-from services.scheduler.hashing import SHA256, hash_prompt
+from services.scheduler.prompt_hasher import PromptHasher
 
 
-async def admit(loop: EngineLoop, caller: Caller, stream: int, call: codec.TokenCall) -> None:
+async def admit(
+    loop: EngineLoop, hasher: PromptHasher, caller: Caller, stream: int, call: codec.TokenCall
+) -> None:
     """Posts a request to the core; a refusal by the core comes through the caller's outbox.
 
     Args:
         loop: the engine loop.
+        hasher: hashes its prompt.
         caller: whose request it is.
         stream: the caller's id for it.
         call: the request.
@@ -53,8 +56,13 @@ async def admit(loop: EngineLoop, caller: Caller, stream: int, call: codec.Token
     hashes = b""
     if hashing is not None:
         block_size, model_digest = hashing
-        root = SHA256.root(model_digest, request.salt)
-        hashes = await hash_prompt(call.prompt, hashing=SHA256, block_size=block_size, root=root)
+        hashes = await hasher.chain(
+            call.prompt,
+            block_size=block_size,
+            model_digest=model_digest,
+            salt=request.salt,
+            session_id=call.scheduling.session_id,
+        )
         if loop.hashing != hashing:
             hashes = b""  # other workers came meanwhile; the core hashes by itself
     caller.add(replace(request, prompt_hashes=hashes))

@@ -1,17 +1,18 @@
-"""The chain hash of KV blocks, as `token.proto` defines it, and its use on long prompts.
+"""The hashes of KV blocks, as `token.proto` defines them, and the choice among them.
 
-Prompts are hashed here, outside the core, in slices that leave the event loop free in between.
+sha256 needs no agreement: every party can compute it. The keyed one costs a third less per block
+and is known to those alone who hold the key.
 """
 
-import asyncio
 import hashlib
 import struct
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
-from services.scheduler.core.chain import Hashing
-from services.scheduler.core.plan import TokenArray
+from services.scheduler.core.chain import DIGEST_BYTES, Hashing
 
-_SLICE_BLOCKS = 512
-"""Blocks hashed at a stretch, about half a millisecond."""
+KEY_BYTES = 32
+"""Of the key of a keyed hash."""
 
 
 def domain_root(model_digest: bytes, salt: bytes) -> bytes:
@@ -43,17 +44,52 @@ def _sha256_block(parent: bytes, tokens: bytes) -> bytes:
 SHA256 = Hashing(name="sha256", root=domain_root, block=_sha256_block)
 
 
-async def hash_prompt(
-    prompt: TokenArray, *, hashing: Hashing, block_size: int, root: bytes
-) -> bytes:
-    """Chain hashes of the prompt's full blocks, back to back."""
-    data = prompt.astype("<u4").tobytes()
-    width = 4 * block_size
-    hashes = bytearray()
-    parent = root
-    for block in range(len(data) // width):
-        if block and block % _SLICE_BLOCKS == 0:
-            await asyncio.sleep(0)
-        parent = hashing.block(parent, data[block * width : (block + 1) * width])
-        hashes += parent
-    return bytes(hashes)
+def _sha256(key: bytes) -> Hashing:
+    if key:
+        raise ValueError("sha256 takes no key")
+    return SHA256
+
+
+def _blake2b(key: bytes) -> Hashing:
+    """BLAKE2b-256 (RFC 7693) of key, parent and tokens.
+
+    The key stands before the data as in BLAKE2's own keyed mode, which is safe since BLAKE2 cannot
+    be extended, but is not filled up to a block of 128 bytes: with 16 tokens per KV block all of it
+    is one block of the compression function, where the keyed mode takes two.
+    """
+    if len(key) != KEY_BYTES:
+        raise ValueError(f"the key of blake2b must be {KEY_BYTES} bytes, got {len(key)}")
+    keyed = hashlib.blake2b(key, digest_size=DIGEST_BYTES)
+
+    def block(parent: bytes, tokens: bytes) -> bytes:
+        state = keyed.copy()
+        state.update(parent + tokens)
+        return state.digest()
+
+    return Hashing(name="blake2b", root=domain_root, block=block)
+
+
+_CHOICES: Mapping[str, Callable[[bytes], Hashing]] = MappingProxyType(
+    {"sha256": _sha256, "blake2b": _blake2b}
+)
+
+ALGORITHMS = tuple(_CHOICES)
+"""Names of the hashes that can be chosen; the first is the default."""
+
+KEYED = frozenset({"blake2b"})
+"""Those that take a key."""
+
+
+def hashing_for(name: str, key: bytes) -> Hashing:
+    """The hash of that name.
+
+    Args:
+        name: one of ALGORITHMS.
+        key: KEY_BYTES bytes for one of KEYED, else empty.
+
+    Raises:
+        ValueError: there is no such hash, or the key is not one for it.
+    """
+    if name not in _CHOICES:
+        raise ValueError(f"the hash must be one of {', '.join(ALGORITHMS)}, got {name!r}")
+    return _CHOICES[name](key)

@@ -15,6 +15,7 @@ from services.scheduler import codec
 from services.scheduler.admittance import admit
 from services.scheduler.engine_loop import Caller, EngineLoop
 from services.scheduler.outbox import WRITE_TIMEOUT_S, Outbox
+from services.scheduler.prompt_hasher import PromptHasher
 
 log = logging.getLogger(__name__)
 
@@ -26,10 +27,16 @@ Context = Any
 
 
 class TokenServicer(token_pb2_grpc.TokenServiceServicer):
-    """Both doors into the engine loop."""
+    """Both doors into the engine loop.
 
-    def __init__(self, loop: EngineLoop) -> None:
+    Args:
+        loop: the engine loop.
+        hasher: of the prompts.
+    """
+
+    def __init__(self, loop: EngineLoop, hasher: PromptHasher) -> None:
         self._loop = loop
+        self._hasher = hasher
 
     async def Generate(
         self, request: token_pb2.TokenServiceGenerateRequest, context: Context
@@ -41,7 +48,7 @@ class TokenServicer(token_pb2_grpc.TokenServiceServicer):
         call = codec.with_deadline(call, context.time_remaining())
         outbox = Outbox()
         async with self._loop.caller(outbox) as caller:
-            await admit(self._loop, caller, 0, call)
+            await admit(self._loop, self._hasher, caller, 0, call)
             response = token_pb2.TokenServiceGenerateResponse(
                 request_id=call.request_id, seed=call.sampling.seed
             )
@@ -64,13 +71,14 @@ class TokenServicer(token_pb2_grpc.TokenServiceServicer):
         self, request_iterator: AsyncIterator[token_pb2.SessionRequest], context: Context
     ) -> None:
         """All requests of one tokenizer. Writes by itself, so it is no generator."""
-        session = _Session(self._loop, context)
+        session = _Session(self._loop, self._hasher, context)
         await session.run(aiter(request_iterator))
 
 
 class _Session:
-    def __init__(self, loop: EngineLoop, context: Context) -> None:
+    def __init__(self, loop: EngineLoop, hasher: PromptHasher, context: Context) -> None:
         self._loop = loop
+        self._hasher = hasher
         self._context = context
         self._outbox = Outbox()
         self._last_stream = -1
@@ -131,7 +139,7 @@ class _Session:
         self._credits -= 1
         try:
             call = codec.parse_request(submit.request, mint_id=False)
-            await admit(self._loop, caller, stream, call)
+            await admit(self._loop, self._hasher, caller, stream, call)
         except ServiceError as error:
             self._outbox.put_end(stream, error)
         self._outbox.put_credit()
