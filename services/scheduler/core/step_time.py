@@ -26,8 +26,9 @@ _MIN_TOKEN_RATIO = 2
 """Most to fewest tokens of a step, before predictions are made;"""
 _ENOUGH_OBSERVATIONS = 32
 """or so many steps, as where each step is filled with prefills: trying another size tells more."""
-_RIDGE = 0.01
-"""Pull towards the last solution, relative to each feature's own sum of squares."""
+_RIDGE = (0.01, 0.01, 0.02, 0.08)
+"""Pull towards the last solution, relative to each feature's own sum of squares; where nothing
+tells them apart, base and tokens explain more than rows, and these more than context."""
 _OUTLIER = 4
 """A step counts at most so many times its prediction in the sums, twice that if it is the second
 in a row, and so on: a hiccup hardly counts, and a lasting slow-down is followed at once."""
@@ -38,17 +39,23 @@ _MARGIN_WINDOW = 64
 _MARGIN_RANK = 4
 """The margin is this largest error of the window: p95."""
 _EXCESS_WINDOW = 128
-_EXCESS_RANK = 2
-"""What chunks are cut by is this largest relative error of its window: p98."""
+"""What chunks are cut by is the largest relative error of this window,"""
+_EXCESS_CORE_RANK = 13
+"""but at most twice this one (p90) and 1/32, so that a few hiccups do not shut prompts out."""
 _EXCESS_UNIT = 1024
 _EXCESS_LIMIT = 1024
 _EXCESS_AT_FIRST = 256
 """Least relative error assumed while the window holds fewer than `_EXCESS_KNOWN`."""
 _EXCESS_KNOWN = 16
-_EXCESS_CORE_RANK = 13
-"""At most twice this one (p90) and 1/32 counts, so that a few hiccups do not shut prompts out."""
+_EXCESS_LEAST = 16
+"""Least relative error ever assumed."""
 _EXCESS_FADE = 512
-"""After so many steps without a prefill the relative errors are halved, lest prompts stay out."""
+"""The relative errors are halved after so many steps without prefills; one with prefills undoes
+`_EXCESS_HOLD` of them."""
+_EXCESS_HOLD = 8
+_PROBE_EVERY = 64
+"""After so many steps without prefills a chunk is tried even if it is predicted to be too slow: a
+wrong prediction would otherwise never be corrected."""
 _FIRST_CHUNK = 16
 """Prefill tokens tried where none have been seen."""
 
@@ -101,6 +108,8 @@ class StepTimeModel:
         self._errors: deque[int] = deque(maxlen=_MARGIN_WINDOW)
         self._excess: deque[int] = deque(maxlen=_EXCESS_WINDOW)
         self._decodes_alone = 0
+        self._since_halved = 0
+        self._fading = 0
         self._margin: int | None = 0
         self._limit: int | None = None
 
@@ -138,7 +147,11 @@ class StepTimeModel:
         tokens = shape.tokens
         beta = self._beta
         prefill = tokens - shape.rows
-        self._largest_prefill = max(self._largest_prefill, prefill)
+        if prefill > 0:
+            self._largest_prefill = max(self._largest_prefill, prefill)
+            self._decodes_alone = 0
+        else:
+            self._decodes_alone += 1
         if beta is None:
             self._min_tokens = min(self._min_tokens, tokens)
             self._max_tokens = max(self._max_tokens, tokens)
@@ -173,7 +186,9 @@ class StepTimeModel:
             context: KV tokens computed already of the prompt that the chunk belongs to.
 
         Returns:
-            0 where even the row alone exceeds the target; None before the model has data.
+            0 where even the row alone exceeds the target, but for a probe after `_PROBE_EVERY`
+            steps without prefills if `shape` itself stays within it. None before the model has
+            data.
         """
         if self._beta is None:
             return None
@@ -182,12 +197,17 @@ class StepTimeModel:
             target_us * _EXCESS_UNIT // (_EXCESS_UNIT + self._relative_excess()),
         )
         room = limit - self._duration(shape.tokens, shape.rows + 1, shape.context + context)
+        prefill = shape.tokens - shape.rows
+        least = 0
+        if self._decodes_alone >= _PROBE_EVERY and not prefill:
+            alone = self._duration(shape.tokens, shape.rows, shape.context)
+            least = _FIRST_CHUNK if alone + self.margin_us <= target_us else 0
         if room <= 0:
-            return 0
-        explored = max(_FIRST_CHUNK, 2 * self._largest_prefill) - (shape.tokens - shape.rows)
+            return least
+        explored = max(_FIRST_CHUNK, 2 * self._largest_prefill) - prefill
         per_token = self._beta[1] + self._beta[3]
         if per_token * explored > room:
-            return int(room / per_token)
+            return max(least, int(room / per_token))
         return max(0, explored)
 
     def _duration(self, tokens: int, rows: int, context: int) -> float:
@@ -202,29 +222,29 @@ class StepTimeModel:
             known = 0
             if excess:
                 core = excess[-max(1, len(excess) * _EXCESS_CORE_RANK // _EXCESS_WINDOW)]
-                top = excess[-min(_EXCESS_RANK, len(excess))]
-                known = min(top, 2 * max(0, core) + _EXCESS_UNIT // 32)
-            least = 0 if len(excess) >= _EXCESS_KNOWN else _EXCESS_AT_FIRST
+                known = min(excess[-1], 2 * max(0, core) + _EXCESS_UNIT // 32)
+            least = _EXCESS_LEAST if len(excess) >= _EXCESS_KNOWN else _EXCESS_AT_FIRST
             self._limit = max(known, least)
         return self._limit
 
     def _learn(self) -> None:
         """Takes what was observed since the last time into the sums, and solves them."""
+        decodes: list[tuple[int, int, int, int]] = []
+        prefills: list[tuple[int, int, int, int]] = []
         for tokens, rows, context, execute_us, predicted in self._pending:
-            prefills = tokens > rows
             counted = execute_us
             if predicted > 0:
-                self._note_error(prefills, execute_us, predicted)
-                bound = int(predicted * _OUTLIER) << min(self._streak, 16)
-                self._streak = self._streak + 1 if execute_us > bound else 0
-                counted = min(execute_us, bound)
-            if prefills:
-                self._prefills.add(tokens, rows, context, counted)
-                continue
-            self._decodes.add(tokens, rows, context, counted)
-            self._decodes_alone += 1
-            if self._decodes_alone % _PREFILL_MEMORY == 0:
-                self._prefills.halve()
+                error = execute_us - int(predicted)
+                self._errors.append(error)
+                if tokens > rows:
+                    excess = int(error * _EXCESS_UNIT / predicted)
+                    self._excess.append(min(excess, _EXCESS_LIMIT))
+                if self._streak or error > predicted:
+                    counted = self._clipped(execute_us, predicted)
+            (prefills if tokens > rows else decodes).append((tokens, rows, context, counted))
+        self._decodes.add(decodes)
+        self._prefills.add(prefills)
+        self._fade(len(decodes), len(prefills))
         self._pending.clear()
         self._margin = None if self._errors else 0
         self._limit = None
@@ -236,13 +256,20 @@ class StepTimeModel:
             self._fitted_prefill = self._largest_prefill
             self._beta = _solve(self._decodes, self._prefills, self._beta)
 
-    def _note_error(self, prefills: bool, execute_us: int, predicted: float) -> None:
-        error = execute_us - int(predicted)
-        self._errors.append(error)
-        if prefills:
-            self._excess.append(min(int(error * _EXCESS_UNIT / predicted), _EXCESS_LIMIT))
-            return
-        if self._decodes_alone % _EXCESS_FADE == _EXCESS_FADE - 1:
+    def _clipped(self, execute_us: int, predicted: float) -> int:
+        bound = int(predicted * _OUTLIER) << min(self._streak, 16)
+        self._streak = self._streak + 1 if execute_us > bound else 0
+        return min(execute_us, bound)
+
+    def _fade(self, decodes: int, prefills: int) -> None:
+        """Forgets what prefills cost, slowly, while there are few of them."""
+        self._since_halved = 0 if prefills else self._since_halved + decodes
+        if self._since_halved >= _PREFILL_MEMORY:
+            self._since_halved = 0
+            self._prefills.halve()
+        self._fading = max(0, self._fading + decodes - _EXCESS_HOLD * prefills)
+        if self._fading >= _EXCESS_FADE:
+            self._fading = 0
             self._excess = deque((value >> 1 for value in self._excess), _EXCESS_WINDOW)
 
 
@@ -254,15 +281,30 @@ class _Sums:
     def __init__(self) -> None:
         self.values: tuple[int, ...] = (0,) * 14
 
-    def add(self, t: int, r: int, c: int, us: int) -> None:
-        """Adds one step of t tokens, r rows and c context tokens that took `us`."""
-        if self.values[0] >= _MEMORY:
-            self.halve()
-        n, st, sr, sc, tt, tr, tc, rr, rc, cc, y, yt, yr, yc = self.values
-        self.values = (
-            n + 1, st + t, sr + r, sc + c, tt + t * t, tr + t * r, tc + t * c, rr + r * r,
-            rc + r * c, cc + c * c, y + us, yt + t * us, yr + r * us, yc + c * us,
-        )  # fmt: skip
+    def add(self, steps: list[tuple[int, int, int, int]]) -> None:
+        """Adds steps, each of t tokens, r rows and c context tokens that took `us`."""
+        while steps:
+            n, st, sr, sc, tt, tr, tc, rr, rc, cc, y, yt, yr, yc = self.values
+            fitting = _MEMORY - n
+            for t, r, c, us in steps[:fitting]:
+                n += 1
+                st += t
+                sr += r
+                sc += c
+                tt += t * t
+                tr += t * r
+                tc += t * c
+                rr += r * r
+                rc += r * c
+                cc += c * c
+                y += us
+                yt += t * us
+                yr += r * us
+                yc += c * us
+            self.values = (n, st, sr, sc, tt, tr, tc, rr, rc, cc, y, yt, yr, yc)
+            if n == _MEMORY:
+                self.halve()
+            steps = steps[fitting:]
 
     def halve(self) -> None:
         """Forgets half of everything."""
@@ -281,8 +323,8 @@ def _solve(decodes: _Sums, prefills: _Sums, before: _Vector | None) -> _Vector:
     kept = list(old)
     while active:
         matrix = [
-            [gram[i][j] / (norms[i] * norms[j]) + (_RIDGE if i == j else 0.0) for j in active]
-            + [moments[i] / norms[i] + _RIDGE * old[i] * norms[i]]
+            [gram[i][j] / (norms[i] * norms[j]) + (_RIDGE[i] if i == j else 0.0) for j in active]
+            + [moments[i] / norms[i] + _RIDGE[i] * old[i] * norms[i]]
             for i in active
         ]
         solution = _eliminate(matrix)
