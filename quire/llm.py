@@ -47,8 +47,9 @@ class LLM:
         log_dir: where the processes' logs go; absent: nowhere that outlives the set.
         settings: of the set, as `quire up` takes them: dtype, device, max_model_len, max_num_seqs,
             max_num_batched_tokens, prefill_chunk_size, block_size, kv_cache_memory,
-            gpu_memory_utilization, enable_prefix_caching. None leaves a choice to the service.
-            Those of later versions are refused unless they ask for nothing.
+            gpu_memory_utilization, enable_prefix_caching, prefix_caching_hash_algo,
+            prefix_caching_hash_key. None leaves a choice to the service. Those of later versions
+            are refused unless they ask for nothing.
 
     Raises:
         ModelNotFound: the model is not on this machine.

@@ -30,6 +30,8 @@ PASSED: Mapping[str, tuple[tuple[str, str, str], ...]] = MappingProxyType(
         "scheduler": (
             ("--prefill-chunk-size", "N", "most tokens of one request in one step"),
             ("--enable-prefix-caching", "true|false", "reuse the KV blocks of equal prefixes"),
+            ("--prefix-caching-hash-algo", "NAME", "hash of the prefix cache: sha256 or blake2b"),
+            ("--prefix-caching-hash-key", "HEX", "secret key of blake2b; by default a fresh one"),
         ),
     }
 )
