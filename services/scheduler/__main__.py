@@ -29,11 +29,7 @@ _HANG_CHECK_S = 1.0
 
 
 def wire(settings: Settings) -> tuple[EngineLoop, GrpcServer]:
-    """The loop and the server in front of it, not yet running.
-
-    Raises:
-        SettingsError: the hash of the prefix cache and its key do not go together.
-    """
+    """The loop and the server in front of it, not yet running."""
     hashing = hashing_for(settings.prefix_caching_hash_algo, settings.hash_key())
     loop = EngineLoop(Scheduler(settings.core_config(), hashing))
     hasher = PromptHasher(hashing, SessionChains())

@@ -183,6 +183,7 @@ class Settings:
                 f"quire-scheduler: --default-class must be one of {', '.join(names)}, "
                 f"got {self.default_class!r}"
             )
+        self._check_hash_key()
 
     def _classes(self) -> tuple[PriorityClass, ...]:
         return read_classes(self.priority_class) or DEFAULT_CLASSES
@@ -190,32 +191,37 @@ class Settings:
     def _default_class(self) -> str:
         """As given, else "standard" where there is one, else the least important."""
         names = [one.name for one in self._classes()]
-        usual = Config.default_class if Config.default_class in names else names[-1]
-        return usual if self.default_class is None else self.default_class
+        usual = Config().default_class
+        if self.default_class is None:
+            return usual if usual in names else names[-1]
+        return self.default_class
 
     def hash_key(self) -> bytes:
-        """The key of the hash of the prefix cache, a fresh one where none is given.
-
-        Raises:
-            SettingsError: it is not a key, or the hash takes none; does not tell it.
+        """The key of the hash of the prefix cache: b"" for one that takes none, else the given one,
+        or a fresh one at each call.
         """
-        flag = "--prefix-caching-hash-key"
         if self.prefix_caching_hash_algo not in KEYED:
-            if self.prefix_caching_hash_key:
-                raise SettingsError(
-                    f"quire-scheduler: {flag} is given, but {self.prefix_caching_hash_algo} takes "
-                    f"none; --prefix-caching-hash-algo {' or '.join(sorted(KEYED))} does"
-                )
             return b""
         if not self.prefix_caching_hash_key:
             return secrets.token_bytes(KEY_BYTES)
+        return bytes.fromhex(self.prefix_caching_hash_key)
+
+    def _check_hash_key(self) -> None:
+        """Refuses what is no key without telling it: it may be most of one."""
         digits = self.prefix_caching_hash_key
+        if not digits:
+            return
+        flag = "--prefix-caching-hash-key"
+        if self.prefix_caching_hash_algo not in KEYED:
+            raise SettingsError(
+                f"quire-scheduler: {flag} is given, but {self.prefix_caching_hash_algo} takes "
+                f"none; --prefix-caching-hash-algo {' or '.join(sorted(KEYED))} does"
+            )
         if len(digits) != 2 * KEY_BYTES or not set(digits) <= set(string.hexdigits):
             raise SettingsError(
                 f"quire-scheduler: {flag} must be {2 * KEY_BYTES} hexadecimal digits, "
                 f"got {len(digits)} characters"
             )
-        return bytes.fromhex(digits)
 
     def core_config(self) -> Config:
         """The part of the settings that the core decides by."""
