@@ -5,11 +5,13 @@ import logging
 import os
 import sys
 
-from quire.v1 import info_pb2_grpc, token_pb2_grpc, worker_pb2_grpc
+from quire.v1 import admin_pb2_grpc, info_pb2_grpc, token_pb2_grpc, worker_pb2_grpc
 from services.chassis.logs import configure_logs
-from services.chassis.process import run_process, settle_memory
+from services.chassis.process import StartupError, run_process, settle_memory
 from services.chassis.server import GrpcServer
 from services.chassis.settings import parse
+from services.scheduler.admin import AdminServicer
+from services.scheduler.audit import AuditLog
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.engine_loop import EngineLoop
 from services.scheduler.hashing import hashing_for
@@ -24,20 +26,32 @@ log = logging.getLogger(__name__)
 TOKEN_SERVICE = "quire.v1.TokenService"
 INFO_SERVICE = "quire.v1.InfoService"
 WORKER_LINK_SERVICE = "quire.v1.WorkerLinkService"
+ADMIN_SERVICE = "quire.v1.AdminService"
 
 _HANG_CHECK_S = 1.0
 
 
-def wire(settings: Settings) -> tuple[EngineLoop, GrpcServer]:
-    """The loop and the server in front of it, not yet running."""
+def wire(settings: Settings, admin: GrpcServer | None = None) -> tuple[EngineLoop, GrpcServer]:
+    """The loop and the server in front of it, not yet running.
+
+    Args:
+        settings: of the process.
+        admin: server of the admin service; None: the same as of the others.
+    """
     hashing = hashing_for(settings.prefix_caching_hash_algo, settings.hash_key())
     loop = EngineLoop(Scheduler(settings.core_config(), hashing))
     hasher = PromptHasher(hashing, SessionChains())
-    server = GrpcServer([TOKEN_SERVICE], always_ready=[INFO_SERVICE, WORKER_LINK_SERVICE])
+    always_ready = [INFO_SERVICE, WORKER_LINK_SERVICE]
+    if admin is None:
+        always_ready.append(ADMIN_SERVICE)
+    server = GrpcServer([TOKEN_SERVICE], always_ready)
     token_pb2_grpc.add_TokenServiceServicer_to_server(TokenServicer(loop, hasher), server.grpc)
     info_pb2_grpc.add_InfoServiceServicer_to_server(InfoServicer(loop), server.grpc)
     worker_pb2_grpc.add_WorkerLinkServiceServicer_to_server(
         WorkerLinkServicer(loop, check_block_tables=settings.check_block_tables), server.grpc
+    )
+    admin_pb2_grpc.add_AdminServiceServicer_to_server(
+        AdminServicer(loop, hasher, AuditLog()), (admin or server).grpc
     )
     return loop, server
 
@@ -49,9 +63,12 @@ async def serve(stopping: asyncio.Event) -> None:
     )
     configure_logs("scheduler", settings.log_level)
 
-    loop, server = wire(settings)
+    admin = GrpcServer([], [ADMIN_SERVICE]) if settings.admin_listen else None
+    loop, server = wire(settings, admin)
     bound = await server.start(settings.listen)
     log.info("listening on %s", ", ".join(bound))
+    if admin is not None:
+        await start_admin(admin, settings, server)
     settle_memory()
 
     async with asyncio.TaskGroup() as tasks:
@@ -66,7 +83,23 @@ async def serve(stopping: asyncio.Event) -> None:
         await server.set_ready(False)
         await drained(loop, settings.drain_timeout)
         loop.close()
+    if admin is not None:
+        await admin.stop()
     await server.stop()
+
+
+async def start_admin(admin: GrpcServer, settings: Settings, server: GrpcServer) -> None:
+    """Starts the server of the admin service; stops the other one where that fails.
+
+    Raises:
+        StartupError: an address cannot be bound.
+    """
+    try:
+        bound = await admin.start(settings.admin_listen)
+    except StartupError:
+        await server.stop()
+        raise
+    log.info("admin service on %s", ", ".join(bound))
 
 
 async def follow_readiness(

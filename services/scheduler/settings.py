@@ -17,7 +17,7 @@ from services.scheduler.core.config import (
 )
 from services.scheduler.hashing import ALGORITHMS, KEY_BYTES, KEYED
 from services.scheduler.policy_flags import read_classes, read_tenant_policy, read_tenants
-from services.scheduler.policy_rules import MOST_SECONDS, MOST_TIME_WHEEL_SLOTS
+from services.scheduler.policy_rules import MOST, MOST_SECONDS, MOST_TIME_WHEEL_SLOTS
 
 LATER_FLAGS = {
     "--enable-metrics": "Prometheus metrics",
@@ -30,12 +30,11 @@ LATER_FLAGS = {
 }
 """Flags of later versions; refused by name."""
 
-_MOST = 2**32 - 1
 _POLICIES = tuple(policy.value for policy in Policy)
 _EVICTIONS = tuple(eviction.value for eviction in Eviction)
 
 
-def _count(*, help: str, default: int | None = None, most: int = _MOST) -> Any:
+def _count(*, help: str, default: int | None = None, most: int = MOST) -> Any:
     return setting(
         help=help,
         default=default,
