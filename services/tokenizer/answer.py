@@ -32,12 +32,14 @@ class AnswerPlan:
         prompt: as the model is given it, checked.
         detokenizer: of the answer's text.
         traceparent: W3C trace context, or "".
+        ends_at: when nobody wants the answer any more, in loop time; None for never.
     """
 
     options: ValidOptions
     prompt: Sequence[int]
     detokenizer: IncrementalDetokenizer
     traceparent: str
+    ends_at: float | None
 
 
 class Answer:
@@ -130,6 +132,8 @@ class Answer:
             attempt=options.attempt,
             resumed=options.resumed,
             traceparent=self._plan.traceparent,
+            scheduling=options.scheduling,
+            ends_at=self._plan.ends_at,
         )
 
     def _ending_ids(self) -> frozenset[int]:

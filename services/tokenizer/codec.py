@@ -1,7 +1,9 @@
 """Between the wire contract and the values of `domain`. Checks nothing that `validation` checks."""
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from types import MappingProxyType
+from typing import Any
 
 from google.protobuf.message import Message
 
@@ -15,6 +17,7 @@ from services.tokenizer.domain import (
     RawTokenIds,
     RenderedChat,
     Sampling,
+    Scheduling,
     TextEnd,
     TextMessage,
     TokenEnd,
@@ -33,6 +36,7 @@ _REASONS = MappingProxyType(
         generation_pb2.FINISH_REASON_ABORT: FinishReason.ABORT,
     }
 )
+_NO_SCHEDULING = Scheduling()
 _REASONS_TO_PROTO = MappingProxyType({reason: number for number, reason in _REASONS.items()})
 
 
@@ -55,6 +59,7 @@ def options_from_request(
         skip_special_tokens=flag(output, "skip_special_tokens", default=True),
         attempt=request.attempt,
         resumed=token_ids_from_proto(request.resume.token_ids),
+        scheduling=_scheduling_from_proto(request.scheduling),
     )
 
 
@@ -138,6 +143,7 @@ def to_submit(stream_id: int, work: TokenWork) -> token_pb2.SessionRequest:
         attempt=work.attempt,
         resumed=to_token_ids(work.resumed) if work.resumed else None,
         traceparent=work.traceparent,
+        scheduling=_scheduling_to_proto(work.scheduling),
     )
     submit = token_pb2.Submit(stream_id=stream_id, request=request)
     return token_pb2.SessionRequest(submit=submit)
@@ -206,6 +212,30 @@ def _sampling_to_proto(sampling: Sampling) -> generation_pb2.SamplingParams:
         top_k=sampling.top_k,
         seed=sampling.seed,
     )
+
+
+def _scheduling_from_proto(options: generation_pb2.SchedulingOptions) -> Scheduling:
+    def given(name: str) -> Any:
+        return getattr(options, name) if options.HasField(name) else None
+
+    return Scheduling(
+        priority_class=options.priority_class,
+        tenant=options.tenant,
+        deadline_ms=given("deadline_ms"),
+        ttft_target_ms=given("ttft_target_ms"),
+        tpot_target_ms=given("tpot_target_ms"),
+        shed_late=options.shed_late,
+        session_id=options.session_id,
+        cache_salt=given("cache_salt"),
+        skip_reading_prefix_cache=options.skip_reading_prefix_cache,
+    )
+
+
+def _scheduling_to_proto(scheduling: Scheduling) -> generation_pb2.SchedulingOptions | None:
+    """The options; None where nothing is asked for."""
+    if scheduling == _NO_SCHEDULING:
+        return None
+    return generation_pb2.SchedulingOptions(**asdict(scheduling))
 
 
 def _fill(

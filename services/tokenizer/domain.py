@@ -38,6 +38,32 @@ class RawSampling:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Scheduling:
+    """How urgent a request is, whom it is for; see SchedulingOptions in the wire contract.
+
+    Attributes:
+        priority_class: "" for the scheduler's default.
+        tenant: "" for the one without a name.
+        deadline_ms: as given, counted from the arrival; on its way to the scheduler what is left
+            of it, of the call's own deadline too. None: never.
+        ttft_target_ms: None for the class's.
+        tpot_target_ms: None for the service's.
+        session_id: "" for none.
+        cache_salt: None for the tenant, "" for what all share that say so.
+    """
+
+    priority_class: str = ""
+    tenant: str = ""
+    deadline_ms: int | None = None
+    ttft_target_ms: int | None = None
+    tpot_target_ms: int | None = None
+    shed_late: bool = False
+    session_id: str = ""
+    cache_salt: str | None = None
+    skip_reading_prefix_cache: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RawOptions:
     """All of a request but its prompt, as it came.
 
@@ -60,6 +86,7 @@ class RawOptions:
     skip_special_tokens: bool = True
     attempt: int = 0
     resumed: RawTokenIds = field(default_factory=RawTokenIds)
+    scheduling: Scheduling = field(default_factory=Scheduling)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +132,7 @@ class ValidOptions:
     skip_special_tokens: bool
     attempt: int
     resumed: Sequence[int]
+    scheduling: Scheduling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +144,8 @@ class TokenWork:
         attempt: of the caller; the link counts it up when it resubmits.
         resumed: ids already generated.
         traceparent: W3C trace context, or "".
+        scheduling: with `deadline_ms` as of the moment it is sent.
+        ends_at: when nobody wants the answer any more, in loop time; None for never.
     """
 
     request_id: str
@@ -128,6 +158,8 @@ class TokenWork:
     attempt: int
     resumed: Sequence[int]
     traceparent: str
+    scheduling: Scheduling
+    ends_at: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ does is elsewhere: rules in `validation`, encoding in `encoding_pool`, the answe
 import asyncio
 import functools
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from typing import Any
 
 from quire.v1 import text_pb2, text_pb2_grpc
@@ -15,7 +16,8 @@ from services.chassis.tracing import traceparent_of
 from services.chassis.unknown_fields import refuse_unknown_fields
 from services.tokenizer import codec
 from services.tokenizer.answer import Answer, AnswerPlan
-from services.tokenizer.domain import Limits, RawTokenIds, TextMessage
+from services.tokenizer.deadline import end_of, within
+from services.tokenizer.domain import Limits, RawTokenIds, Scheduling, TextMessage
 from services.tokenizer.encoding import Encoding
 from services.tokenizer.encoding_pool import EncodingPool
 from services.tokenizer.packing import compact_ids
@@ -29,6 +31,18 @@ from services.tokenizer.validation import (
 
 # Generic in grpc's stubs, a plain class at run time.
 _Context = Any
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrival:
+    """When a call came, in loop time, and what it had left then, seconds; None for no deadline."""
+
+    at: float
+    left_s: float | None
+
+    def ends_at(self, scheduling: Scheduling) -> float | None:
+        """When its answer is no longer wanted, in loop time; None for never."""
+        return end_of(self.at, self.left_s, scheduling.deadline_ms)
 
 
 class TextServicer(text_pb2_grpc.TextServiceServicer):
@@ -78,7 +92,7 @@ class TextServicer(text_pb2_grpc.TextServiceServicer):
         self, request: text_pb2.GenerateRequest, context: _Context
     ) -> AsyncIterator[text_pb2.GenerateResponse]:
         """Completes a prompt."""
-        self._enter(request, context)
+        arrival = self._enter(request, context)
         limits = self._link.limits
         raw = codec.prompt_from_request(request)
         wrong = Violations()
@@ -93,8 +107,10 @@ class TextServicer(text_pb2_grpc.TextServiceServicer):
             with wrong.collected():
                 self._check_text("prompt", limits)(raw)
         wrong.raise_any()
+        ends_at = arrival.ends_at(options.scheduling)
         if isinstance(raw, str):
-            (prompt,) = await self._pool.encode([raw], "text", add_special_tokens=True)
+            async with within(ends_at):
+                (prompt,) = await self._pool.encode([raw], "text", add_special_tokens=True)
         self._validator.prompt(prompt, "prompt", options, self._link.limits)
         plan = AnswerPlan(
             options=options,
@@ -104,6 +120,7 @@ class TextServicer(text_pb2_grpc.TextServiceServicer):
                 prompt, skip_special_tokens=options.skip_special_tokens
             ),
             traceparent=traceparent_of(context.invocation_metadata()),
+            ends_at=ends_at,
         )
         async for message in self._answer(plan, context):
             yield codec.to_generate_response(message)
@@ -112,7 +129,7 @@ class TextServicer(text_pb2_grpc.TextServiceServicer):
         self, request: text_pb2.ChatRequest, context: _Context
     ) -> AsyncIterator[text_pb2.ChatResponse]:
         """Renders a conversation and completes it."""
-        self._enter(request, context)
+        arrival = self._enter(request, context)
         limits = self._link.limits
         messages = codec.messages_from_proto(request.messages)
         wrong = Violations()
@@ -121,9 +138,11 @@ class TextServicer(text_pb2_grpc.TextServiceServicer):
         with wrong.collected():
             check_messages(messages)
         wrong.raise_any()
-        chat = await self._pool.render(
-            messages, add_generation_prompt=True, check=self._check_text("messages", limits)
-        )
+        ends_at = arrival.ends_at(options.scheduling)
+        async with within(ends_at):
+            chat = await self._pool.render(
+                messages, add_generation_prompt=True, check=self._check_text("messages", limits)
+            )
         self._validator.prompt(chat.token_ids, "messages", options, self._link.limits)
         plan = AnswerPlan(
             options=options,
@@ -133,6 +152,7 @@ class TextServicer(text_pb2_grpc.TextServiceServicer):
                 skip_special_tokens=options.skip_special_tokens
             ),
             traceparent=traceparent_of(context.invocation_metadata()),
+            ends_at=ends_at,
         )
         async for message in self._answer(plan, context):
             yield codec.to_chat_response(message)
@@ -211,7 +231,7 @@ class TextServicer(text_pb2_grpc.TextServiceServicer):
             limits=limits,
         )
 
-    def _enter(self, request: Any, context: _Context) -> None:
+    def _enter(self, request: Any, context: _Context) -> "_Arrival":
         """Counts a call until it ends, however it ends."""
         if self._draining:
             raise Unavailable("this tokenizer is going away", reason="DRAINING")
@@ -219,6 +239,7 @@ class TextServicer(text_pb2_grpc.TextServiceServicer):
         self._idle.clear()
         context.add_done_callback(self._leave)
         refuse_unknown_fields(request)
+        return _Arrival(asyncio.get_running_loop().time(), context.time_remaining())
 
     def _leave(self, context: _Context) -> None:
         self._calls.discard(context)

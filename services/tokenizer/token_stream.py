@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from services.chassis.errors import ServiceError, Unavailable
+from services.tokenizer.deadline import left_ms, passed
 from services.tokenizer.domain import FinishReason, TokenEnd, TokenWork, Usage
 
 _MAX_FRUITLESS_SUBMITS = 5
@@ -108,9 +109,14 @@ class TokenStream:
         return self._end is not None or self._error is not None
 
     def submission(self, stream_id: int) -> TokenWork:
-        """What to submit now, under `stream_id`: the request with all tokens so far."""
+        """What to submit now, under `stream_id`: the request with all tokens and the time left."""
+        now = asyncio.get_running_loop().time()
+        scheduling = self._work.scheduling
         work = replace(
-            self._work, attempt=self._work.attempt + self._submits, resumed=tuple(self._tokens)
+            self._work,
+            attempt=self._work.attempt + self._submits,
+            resumed=tuple(self._tokens),
+            scheduling=replace(scheduling, deadline_ms=left_ms(self._work.ends_at, now)),
         )
         self._submits += 1
         self._tokens_at_submit = len(self._tokens)
@@ -151,18 +157,25 @@ class TokenStream:
             self._news.set()
 
     async def _wait(self) -> None:
-        deadline = self._deadline
-        if deadline is None:
+        deadline, ends_at = self._deadline, self._work.ends_at
+        limit = _earlier(deadline, ends_at)
+        if limit is None:
             await self._news.wait()
             return
         try:
-            async with asyncio.timeout_at(deadline):
+            async with asyncio.timeout_at(limit):
                 await self._news.wait()
         except TimeoutError:
-            if self._deadline != deadline:
+            if self.is_over:
+                return
+            # By which of the two it was: a loop's timer may fire a little before its time.
+            late = limit == ends_at
+            if not late and self._deadline != deadline:
                 return  # a scheduler came meanwhile
             if self._kept is not None:
                 self._end_here()
+            elif late:
+                self.end_with(passed())
             else:
                 self.end_with(Unavailable("no scheduler can be reached", reason="NO_SCHEDULER"))
 
@@ -174,3 +187,10 @@ class TokenStream:
             cached_tokens=0,
         )
         self.end_with(TokenEnd(reason=FinishReason.STOP, stop_token_id=None, usage=usage))
+
+
+def _earlier(one: float | None, other: float | None) -> float | None:
+    """The earlier of two instants; None is never."""
+    if one is None or other is None:
+        return one if other is None else other
+    return min(one, other)

@@ -19,12 +19,14 @@ from services.tokenizer.domain import (
     RawTokenIds,
     Sampling,
     SamplingDefaults,
+    Scheduling,
     ValidOptions,
 )
 from services.tokenizer.packing import unpack_ids
 from services.tokenizer.text_bound import TextBound
 
 MAX_REQUEST_ID_BYTES = 128
+MAX_NAME_BYTES = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 256
 MAX_STOP_TOKENS = 128
@@ -73,6 +75,7 @@ class Validator:
         _check_stop_strings(raw.stop_strings, wrong)
         with wrong.collected():
             resumed = self._resumed(raw, limits)
+        _check_scheduling(raw.scheduling, wrong)
         wrong.raise_any()
         return ValidOptions(
             request_id=raw.request_id or uuid.uuid4().hex,
@@ -88,6 +91,7 @@ class Validator:
             skip_special_tokens=raw.skip_special_tokens,
             attempt=raw.attempt,
             resumed=resumed,
+            scheduling=raw.scheduling,
         )
 
     def sampling(self, raw: RawSampling) -> Sampling:
@@ -313,6 +317,16 @@ def _check_request_id(request_id: str) -> None:
         raise InvalidArgument(
             "request_id", f"must be at most {MAX_REQUEST_ID_BYTES} bytes, got {size}"
         )
+
+
+def _check_scheduling(scheduling: Scheduling, wrong: Violations) -> None:
+    for name in ("priority_class", "tenant", "session_id", "cache_salt"):
+        size = len((getattr(scheduling, name) or "").encode())
+        if size > MAX_NAME_BYTES:
+            wrong.add(f"scheduling.{name}", f"must be at most {MAX_NAME_BYTES} bytes, got {size}")
+    for name in ("deadline_ms", "ttft_target_ms", "tpot_target_ms"):
+        if getattr(scheduling, name) == 0:
+            wrong.add(f"scheduling.{name}", "must be >= 1, got 0")
 
 
 def _check_stop_strings(stops: Sequence[str], wrong: Violations) -> None:

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequen
 from dataclasses import dataclass, field
 
 import grpc
+from google.protobuf import any_pb2
 from google.rpc import status_pb2
 
 from quire.v1 import generation_pb2, token_pb2, token_pb2_grpc
@@ -108,8 +109,8 @@ class Submission:
         """The last tokens and the end, in one message."""
         self.batch(*([ids] if ids else []), end=self.finished(**kwargs))
 
-    def fail(self, code: grpc.StatusCode, message: str) -> None:
-        status = status_pb2.Status(code=code.value[0], message=message)
+    def fail(self, code: grpc.StatusCode, message: str, *details: any_pb2.Any) -> None:
+        status = status_pb2.Status(code=code.value[0], message=message, details=details)
         self.batch(end=token_pb2.StreamEnd(stream_id=self.stream_id, status=status))
 
 

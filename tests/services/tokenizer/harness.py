@@ -12,7 +12,7 @@ import grpc
 from quire.v1 import text_pb2_grpc
 from services.chassis.channel import CHANNEL_OPTIONS
 from services.chassis.server import GrpcServer
-from services.tokenizer.domain import Sampling, SamplingDefaults, TokenWork
+from services.tokenizer.domain import Sampling, SamplingDefaults, Scheduling, TokenWork
 from services.tokenizer.encoding import Encoding
 from services.tokenizer.encoding_pool import EncodingPool
 from services.tokenizer.servicer import TextServicer
@@ -55,6 +55,8 @@ def work(request_id: str = "r", **kwargs: Any) -> TokenWork:
         attempt=0,
         resumed=(),
         traceparent="",
+        scheduling=Scheduling(),
+        ends_at=None,
     )
     return replace(made, **kwargs)
 

@@ -15,6 +15,7 @@ from services.tokenizer.domain import (
     RawTokenIds,
     Sampling,
     SamplingDefaults,
+    Scheduling,
 )
 from services.tokenizer.text_bound import TextBound
 from services.tokenizer.validation import (
@@ -324,3 +325,48 @@ def test_a_text_is_refused_that_cannot_fit_whatever_its_tokens_are() -> None:
     )
     assert caught.value.reason == "CONTEXT_LENGTH"
     assert caught.value.metadata == {"limit": "64", "got": "64"}
+
+
+def test_scheduling_passes_as_it_is_at_its_limits() -> None:
+    name = "é" * 64
+    most = 2**32 - 1
+    given = Scheduling(
+        priority_class=name,
+        tenant=name,
+        deadline_ms=1,
+        ttft_target_ms=1,
+        tpot_target_ms=most,
+        shed_late=True,
+        session_id=name,
+        cache_salt=name,
+        skip_reading_prefix_cache=True,
+    )
+    assert validator().options(RawOptions(scheduling=given), LIMITS).scheduling == given
+    assert validator().options(RawOptions(), LIMITS).scheduling == Scheduling()
+
+
+def test_all_wrong_scheduling_fields_are_named_at_once_with_the_others() -> None:
+    long = "é" * 65
+    wrong = Scheduling(
+        priority_class=long,
+        tenant=long,
+        deadline_ms=0,
+        ttft_target_ms=0,
+        tpot_target_ms=0,
+        session_id=long,
+        cache_salt=long,
+    )
+    with pytest.raises(InvalidArgument) as caught:
+        validator().options(RawOptions(scheduling=wrong, max_tokens=0), LIMITS)
+    too_long, too_short = "must be at most 128 bytes, got 130", "must be >= 1, got 0"
+    assert caught.value.violations == (
+        ("stopping.max_tokens", too_short),
+        *(
+            (f"scheduling.{name}", too_long)
+            for name in ("priority_class", "tenant", "session_id", "cache_salt")
+        ),
+        *(
+            (f"scheduling.{name}", too_short)
+            for name in ("deadline_ms", "ttft_target_ms", "tpot_target_ms")
+        ),
+    )
