@@ -90,16 +90,18 @@ class JournalEntry(_message.Message):
     def __init__(self, now: _Optional[int] = ..., decision: _Optional[int] = ..., summary: _Optional[_Iterable[int]] = ..., ended: _Optional[_Iterable[_Union[JournalEnd, _Mapping]]] = ..., error: _Optional[str] = ..., block_hashes: _Optional[bytes] = ..., add: _Optional[_Union[JournalAdd, _Mapping]] = ..., abort: _Optional[int] = ..., finish: _Optional[_Union[JournalFinish, _Mapping]] = ..., attach: _Optional[_Union[JournalAttach, _Mapping]] = ..., lost: _Optional[str] = ..., configure_json: _Optional[str] = ..., pin: _Optional[_Union[JournalPin, _Mapping]] = ..., unpin: _Optional[str] = ..., expire: _Optional[_Union[JournalExpire, _Mapping]] = ..., plan: _Optional[str] = ..., apply: _Optional[_Union[JournalApply, _Mapping]] = ..., close: _Optional[_Union[JournalClose, _Mapping]] = ...) -> None: ...
 
 class JournalTokens(_message.Message):
-    __slots__ = ("packed", "size", "places", "ids")
+    __slots__ = ("packed", "size", "places", "ids", "neutral")
     PACKED_FIELD_NUMBER: _ClassVar[int]
     SIZE_FIELD_NUMBER: _ClassVar[int]
     PLACES_FIELD_NUMBER: _ClassVar[int]
     IDS_FIELD_NUMBER: _ClassVar[int]
+    NEUTRAL_FIELD_NUMBER: _ClassVar[int]
     packed: bytes
     size: int
     places: _containers.RepeatedScalarFieldContainer[int]
     ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, packed: _Optional[bytes] = ..., size: _Optional[int] = ..., places: _Optional[_Iterable[int]] = ..., ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    neutral: int
+    def __init__(self, packed: _Optional[bytes] = ..., size: _Optional[int] = ..., places: _Optional[_Iterable[int]] = ..., ids: _Optional[_Iterable[int]] = ..., neutral: _Optional[int] = ...) -> None: ...
 
 class JournalAdd(_message.Message):
     __slots__ = ("request_id", "handle", "attempt", "prompt", "prompt_hashes", "resumed", "max_tokens", "ignore_eos", "stop_token_ids", "temperature", "top_p", "top_k", "seed", "traceparent", "salt", "skip_reading_prefix_cache", "priority_class", "tenant", "deadline", "ttft_target_us", "tpot_target_us", "shed_late")

@@ -1,0 +1,128 @@
+"""What the core decided, as canonical bytes and their digest, and as a few numbers for people.
+
+Recorder and replay both call this, so that equal digests mean equal decisions: every column of a
+step, every new row, copy, token and end. `veiled`: token ids are left out, their number stays.
+"""
+
+import hashlib
+import struct
+from dataclasses import dataclass, replace
+
+from services.scheduler.core.plan import Events, NewRow, Refused, StepPlan
+
+STEP_NUMBERS = ("rows", "tokens", "new rows", "new blocks", "copied blocks", "released slots")
+"""What the numbers of a step's summary are."""
+
+EVENT_NUMBERS = ("tokens", "ends")
+"""What the numbers of the events' summary are."""
+
+_STEP = struct.Struct("<8qq")
+_ROW = struct.Struct("<5qddqQ")
+_NO_DIGEST = -1
+_VEILED_STOP = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What the core answered to one input.
+
+    Args:
+        digest: 0 where it decided nothing.
+        summary: see STEP_NUMBERS and EVENT_NUMBERS.
+        error: what it raised, "" for nothing.
+    """
+
+    digest: int = 0
+    summary: tuple[int, ...] = ()
+    error: str = ""
+
+
+NOTHING = Decision()
+
+
+def of_step(step: StepPlan | None, *, veiled: bool) -> Decision:
+    """Of what `plan` gave."""
+    if step is None:
+        return NOTHING
+    numbers = (
+        step.slots.size,
+        int(step.num_tokens.sum()),
+        len(step.new_rows),
+        step.new_block_ids.size,
+        step.copied_from.size,
+        step.released_slots.size,
+    )
+    digest = step.block_table_digest
+    hashed = hashlib.sha256(
+        b"".join(
+            (
+                _STEP.pack(step.epoch, step.step_id, *numbers, _NO_DIGEST if digest is None else 0),
+                step.slots.tobytes(),
+                step.num_tokens.tobytes(),
+                step.num_new_blocks.tobytes(),
+                step.new_block_ids.tobytes(),
+                step.copied_from.tobytes(),
+                step.copied_to.tobytes(),
+                step.released_slots.tobytes(),
+                b"" if digest is None else digest.to_bytes(8, "little"),
+            )
+        )
+    )
+    for row in step.new_rows:
+        hashed.update(_row(row, veiled=veiled))
+    return Decision(_head(hashed.digest()), numbers)
+
+
+def of_events(events: Events, *, veiled: bool, prefix: bytes = b"") -> Decision:
+    """Of what an input gave that answers with events.
+
+    Args:
+        events: what happened.
+        veiled: leave token ids out.
+        prefix: canonical bytes of what else it gave.
+    """
+    size = events.handles.size
+    if not (size or events.ended or prefix):
+        return NOTHING
+    ids = b"" if veiled else events.token_ids.tobytes()
+    hashed = hashlib.sha256(
+        b"".join((prefix, struct.pack("<q", size), events.handles.tobytes(), ids))
+    )
+    for end in events.ended:
+        if veiled and end.stop_token_id is not None:
+            end = replace(end, stop_token_id=_VEILED_STOP)  # noqa: PLW2901  # the same end
+        hashed.update(repr(end).encode())
+    return Decision(_head(hashed.digest()), (size, len(events.ended)))
+
+
+def of_value(value: object) -> Decision:
+    """Of a plain answer."""
+    return Decision(_head(hashlib.sha256(repr(value).encode()).digest()))
+
+
+def of_error(error: Exception) -> Decision:
+    """Of an input that the core refused, or that it failed at."""
+    text = repr(error.refusal) if isinstance(error, Refused) else str(error)
+    text = f"{type(error).__name__}: {text}"
+    return Decision(_head(hashlib.sha256(text.encode()).digest()), (), text)
+
+
+def _row(row: NewRow, *, veiled: bool) -> bytes:
+    sampling = row.sampling
+    numbers = _ROW.pack(
+        row.slot,
+        row.token_ids.size,
+        row.prompt_len,
+        row.num_computed,
+        len(row.traceparent),
+        sampling.temperature,
+        sampling.top_p,
+        sampling.top_k,
+        sampling.seed,
+    )
+    ids = b"" if veiled else row.token_ids.tobytes()
+    return b"".join((numbers, row.traceparent.encode(), ids))
+
+
+def _head(digest: bytes) -> int:
+    return int.from_bytes(digest[:8], "little") or 1

@@ -1,0 +1,315 @@
+"""The core with a journal: every input is passed on, and noted with what the core decided.
+
+Stands where the engine loop holds the core; without recording the loop holds the core itself. An
+entry is made from what goes in and comes out, after the core has answered: a fault of the recording
+ends the recording and no request.
+"""
+
+import logging
+from collections.abc import Callable
+
+from services.scheduler import journal_codec as codec
+from services.scheduler import journal_digest as digest
+from services.scheduler.core.chain import Hashing
+from services.scheduler.core.config import Config
+from services.scheduler.core.plan import (
+    NO_TOKENS,
+    AddRequest,
+    Ended,
+    Events,
+    Limits,
+    Loads,
+    Pin,
+    Stall,
+    StepPlan,
+    StepResult,
+    WorkerSpec,
+)
+from services.scheduler.core.scheduler import Scheduler
+from services.scheduler.journal import Journal
+from services.scheduler.journal_veil import Veil
+
+log = logging.getLogger(__name__)
+
+_MAX_HELD_BYTES = 64 << 20
+"""Entries from before the first worker, of a recording without token ids."""
+
+Fill = Callable[[codec.Entry], None]
+
+
+class RecordingScheduler:
+    """A Scheduler that is recorded; see there for what each method does.
+
+    Args:
+        config: of the core.
+        hashing: of the core.
+        journal: open; whoever made it closes it, after `finish_recording`.
+        hash_only: token ids are left out.
+    """
+
+    def __init__(
+        self, config: Config, hashing: Hashing, journal: Journal, *, hash_only: bool
+    ) -> None:
+        self._journal = journal
+        self._veil = Veil() if hash_only else None
+        self._digests: list[bytes] = []
+        self._core = Scheduler(config, self._noted(hashing) if hash_only else hashing)
+        # Which ids are special, only a worker tells: until then requests wait here to be encoded.
+        self._held: list[tuple[codec.Entry, AddRequest | None]] | None = [] if hash_only else None
+        self._held_bytes = 0
+
+    def finish_recording(self) -> None:
+        """Hands over what waits for a first worker. The journal is closed next."""
+        self._release()
+
+    # Inputs
+
+    def add(self, spec: AddRequest, now: int) -> Events:
+        """See Scheduler.add."""
+        try:
+            events = self._core.add(spec, now)
+        except Exception as error:
+            self._note_add(spec, now, digest.of_error(error), ())
+            raise
+        self._note_add(spec, now, self._decision(events), events.ended)
+        return events
+
+    def abort(self, handle: int, now: int) -> Events:
+        """See Scheduler.abort."""
+
+        def fill(entry: codec.Entry) -> None:
+            entry.abort = handle
+
+        return self._events(now, lambda: self._core.abort(handle, now), fill)
+
+    def finish(self, handle: int, kept_tokens: int, now: int) -> Events:
+        """See Scheduler.finish."""
+
+        def fill(entry: codec.Entry) -> None:
+            entry.finish.handle = handle
+            entry.finish.kept_tokens = kept_tokens
+
+        return self._events(now, lambda: self._core.finish(handle, kept_tokens, now), fill)
+
+    def attach(self, announced: WorkerSpec, now: int) -> tuple[WorkerSpec, int, Events]:
+        """See Scheduler.attach."""
+        try:
+            lowered, epoch, events = self._core.attach(announced, now)
+        except Exception as error:
+            refused = isinstance(error, MemoryError)
+            decision = digest.of_error(error)
+            self._note(
+                now, decision, lambda entry: codec.fill_attach(entry, announced, refused=refused)
+            )
+            raise
+        if self._veil is not None:
+            self._veil.learn(announced)
+            self._release()
+        decision = digest.of_events(
+            events, veiled=self._veil is not None, prefix=repr((lowered, epoch)).encode()
+        )
+        fill: Fill = lambda entry: codec.fill_attach(entry, announced, refused=False)  # noqa: E731
+        self._note(now, decision, fill, events.ended)
+        return lowered, epoch, events
+
+    def lost(self, worker_id: str, now: int) -> None:
+        """See Scheduler.lost."""
+
+        def fill(entry: codec.Entry) -> None:
+            entry.lost = worker_id
+
+        def act() -> Events:
+            self._core.lost(worker_id, now)
+            return NO_TOKENS
+
+        self._events(now, act, fill)
+
+    def configure(self, config: Config, now: int) -> Events:
+        """See Scheduler.configure."""
+        if self._veil is not None and config.partial_block_reuse:
+            self._journal.fail("partial block reuse compares token ids, which are not recorded")
+        return self._events(
+            now,
+            lambda: self._core.configure(config, now),
+            lambda entry: codec.fill_configure(entry, config),
+        )
+
+    def pin(self, pin: Pin, now: int) -> int:
+        """See Scheduler.pin."""
+        return self._value(
+            now, lambda: self._core.pin(pin, now), lambda entry: codec.fill_pin(entry, pin)
+        )
+
+    def unpin(self, name: str, now: int) -> bool:
+        """See Scheduler.unpin."""
+
+        def fill(entry: codec.Entry) -> None:
+            entry.unpin = name
+
+        return bool(self._value(now, lambda: int(self._core.unpin(name, now)), fill))
+
+    def expire(self, now: int) -> Events:
+        """See Scheduler.expire."""
+        return self._events(now, lambda: self._core.expire(now), _fill_expire)
+
+    # Verbs
+
+    def plan(self, worker_id: str, now: int) -> StepPlan | None:
+        """See Scheduler.plan."""
+        step = self._core.plan(worker_id, now)
+        if self._journal.is_open:
+            try:
+                decision = digest.of_step(step, veiled=self._veil is not None)
+                entry = codec.entry(now, decision)
+                entry.plan = worker_id
+                self._put(entry)
+            except Exception as error:  # noqa: BLE001  # the recording ends, not the request
+                self._broken(error)
+        return step
+
+    def apply(self, worker_id: str, result: StepResult, now: int) -> Events:
+        """See Scheduler.apply."""
+        return self._events(
+            now,
+            lambda: self._core.apply(worker_id, result, now),
+            lambda entry: codec.fill_apply(entry, worker_id, result, self._veil),
+        )
+
+    # Views
+
+    @property
+    def limits(self) -> Limits | None:
+        """See Scheduler.limits."""
+        return self._core.limits
+
+    @property
+    def is_idle(self) -> bool:
+        """See Scheduler.is_idle."""
+        return self._core.is_idle
+
+    def next_wakeup(self, now: int) -> int | None:
+        """See Scheduler.next_wakeup."""
+        return self._core.next_wakeup(now)
+
+    def loads(self) -> Loads:
+        """See Scheduler.loads."""
+        return self._core.loads()
+
+    def stall(self, now: int) -> Stall | None:
+        """See Scheduler.stall."""
+        return self._core.stall(now)
+
+    def compatible(self, spec: WorkerSpec) -> bool:
+        """See Scheduler.compatible."""
+        return self._core.compatible(spec)
+
+    def pins(self, now: int) -> tuple[Pin, ...]:
+        """See Scheduler.pins."""
+        return self._core.pins(now)
+
+    def cached_hashes(self) -> bytes:
+        """See Scheduler.cached_hashes."""
+        return self._core.cached_hashes()
+
+    def check_invariants(self) -> None:
+        """See Scheduler.check_invariants."""
+        self._core.check_invariants()
+
+    # Entries
+
+    def _events(self, now: int, act: Callable[[], Events], fill: Fill) -> Events:
+        try:
+            events = act()
+        except Exception as error:
+            self._note(now, digest.of_error(error), fill)
+            raise
+        if self._journal.is_open:
+            self._note(now, self._decision(events), fill, events.ended)
+        return events
+
+    def _value(self, now: int, act: Callable[[], int], fill: Fill) -> int:
+        try:
+            value = act()
+        except Exception as error:
+            self._note(now, digest.of_error(error), fill)
+            raise
+        self._note(now, digest.of_value(value), fill)
+        return value
+
+    def _decision(self, events: Events) -> digest.Decision:
+        return digest.of_events(events, veiled=self._veil is not None)
+
+    def _note(
+        self, now: int, decision: digest.Decision, fill: Fill, ended: tuple[Ended, ...] = ()
+    ) -> None:
+        if not self._journal.is_open:
+            return
+        try:
+            entry = codec.entry(now, decision, ended)
+            fill(entry)
+            self._put(entry)
+        except Exception as error:  # noqa: BLE001  # the recording ends, not the request
+            self._broken(error)
+
+    def _note_add(
+        self, spec: AddRequest, now: int, decision: digest.Decision, ended: tuple[Ended, ...]
+    ) -> None:
+        if self._held is None:
+            self._note(now, decision, lambda e: codec.fill_add(e, spec, self._veil), ended)
+        elif self._journal.is_open:
+            self._hold(codec.entry(now, decision, ended), spec)
+
+    def _put(self, entry: codec.Entry) -> None:
+        if self._digests:
+            entry.block_hashes = b"".join(self._digests)
+            self._digests.clear()
+        if self._held is None:
+            self._journal.put(entry)
+        else:
+            self._hold(entry, None)
+
+    def _hold(self, entry: codec.Entry, request: AddRequest | None) -> None:
+        assert self._held is not None
+        self._held.append((entry, request))
+        self._held_bytes += entry.ByteSize() + (request.prompt.nbytes if request else 0)
+        if self._held_bytes > _MAX_HELD_BYTES:
+            self._journal.fail("too much came before the first worker")
+            self._held = None
+
+    def _release(self) -> None:
+        held, self._held = self._held, None
+        try:
+            for entry, request in held or ():
+                if request is not None:
+                    codec.fill_add(entry, request, self._veil)
+                self._journal.put(entry)
+        except Exception as error:  # noqa: BLE001  # the recording ends, not the request
+            self._broken(error)
+
+    def _broken(self, error: Exception) -> None:
+        log.error("an entry could not be made", exc_info=error)
+        self._journal.fail(f"an entry could not be made: {error!r}")
+
+    def _noted(self, hashing: Hashing) -> Hashing:
+        """The same functions; what they give is noted."""
+        journal = self._journal
+
+        def note(made: bytes) -> None:
+            if journal.is_open:
+                self._digests.append(made)
+
+        def root(model_digest: bytes, salt: bytes) -> bytes:
+            made = hashing.root(model_digest, salt)
+            note(made)
+            return made
+
+        def block(parent: bytes, tokens: bytes) -> bytes:
+            made = hashing.block(parent, tokens)
+            note(made)
+            return made
+
+        return Hashing(name=hashing.name, root=root, block=block)
+
+
+def _fill_expire(entry: codec.Entry) -> None:
+    entry.expire.SetInParent()
