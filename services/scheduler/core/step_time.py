@@ -17,6 +17,8 @@ from dataclasses import dataclass
 
 _MEMORY = 64
 """Sums are halved when they hold so many steps."""
+_FRACTION_BITS = 10
+"""Of the sums, so that halving loses nothing that counts."""
 _PREFILL_MEMORY = 256
 """Sums over steps with prefills are halved too when so many others have passed."""
 _SOLVE_EVERY = 32
@@ -30,10 +32,14 @@ _RIDGE = (0.01, 0.01, 0.02, 0.08)
 """Pull towards the last solution, relative to each feature's own sum of squares; where nothing
 tells them apart, base and tokens explain more than rows, and these more than context."""
 _OUTLIER = 4
-"""A step counts at most so many times its prediction in the sums, twice that if it is the second
-in a row, and so on: a hiccup hardly counts, and a lasting slow-down is followed at once."""
+"""A step counts at most so many times its prediction in the sums, so that a hiccup hardly does."""
 _SURPRISE = 1.25
 """A step slower than so many times its prediction has the model solved at once."""
+_BRISK = 0.8
+_DRIFT = 8
+"""After so many steps slower than `_SURPRISE`, or faster than `_BRISK`, times their prediction, few
+others between, the machine has changed: half of what was learned before is forgotten, and again
+after half as many. From half as many on, slow steps are no hiccups any more."""
 
 _MARGIN_WINDOW = 64
 _MARGIN_RANK = 4
@@ -104,10 +110,10 @@ class StepTimeModel:
         self._max_tokens = 0
         self._largest_prefill = 0
         self._fitted_prefill = 0
-        self._streak = 0
         self._errors: deque[int] = deque(maxlen=_MARGIN_WINDOW)
         self._excess: deque[int] = deque(maxlen=_EXCESS_WINDOW)
         self._decodes_alone = 0
+        self._drift = 0
         self._since_halved = 0
         self._fading = 0
         self._margin: int | None = 0
@@ -231,19 +237,35 @@ class StepTimeModel:
         """Takes what was observed since the last time into the sums, and solves them."""
         decodes: list[tuple[int, int, int, int]] = []
         prefills: list[tuple[int, int, int, int]] = []
+        note_error, note_excess = self._errors.append, self._excess.append
         for tokens, rows, context, execute_us, predicted in self._pending:
             counted = execute_us
             if predicted > 0:
                 error = execute_us - int(predicted)
-                self._errors.append(error)
+                note_error(error)
                 if tokens > rows:
                     excess = int(error * _EXCESS_UNIT / predicted)
-                    self._excess.append(min(excess, _EXCESS_LIMIT))
-                if self._streak or error > predicted:
-                    counted = self._clipped(execute_us, predicted)
-            (prefills if tokens > rows else decodes).append((tokens, rows, context, counted))
-        self._decodes.add(decodes)
-        self._prefills.add(prefills)
+                    note_excess(min(excess, _EXCESS_LIMIT))
+                if execute_us > _SURPRISE * predicted:
+                    self._drift += 1
+                elif execute_us < _BRISK * predicted:
+                    self._drift -= 1
+                elif self._drift:
+                    self._drift = int(self._drift / 2)
+                if error > predicted and self._drift < _DRIFT // 2:
+                    counted = min(execute_us, int(predicted * _OUTLIER))
+            if tokens > rows:
+                prefills.append((tokens, rows, context, counted))
+            else:
+                decodes.append((tokens, rows, context, counted))
+        while abs(self._drift) >= _DRIFT:
+            self._drift = int(self._drift / 2)
+            self._decodes.forget()
+            self._prefills.forget()
+        if decodes:
+            self._decodes.add(decodes)
+        if prefills:
+            self._prefills.add(prefills)
         self._fade(len(decodes), len(prefills))
         self._pending.clear()
         self._margin = None if self._errors else 0
@@ -255,11 +277,6 @@ class StepTimeModel:
         if self._beta is not None or known or self._seen >= _ENOUGH_OBSERVATIONS:
             self._fitted_prefill = self._largest_prefill
             self._beta = _solve(self._decodes, self._prefills, self._beta)
-
-    def _clipped(self, execute_us: int, predicted: float) -> int:
-        bound = int(predicted * _OUTLIER) << min(self._streak, 16)
-        self._streak = self._streak + 1 if execute_us > bound else 0
-        return min(execute_us, bound)
 
     def _fade(self, decodes: int, prefills: int) -> None:
         """Forgets what prefills cost, slowly, while there are few of them."""
@@ -283,28 +300,33 @@ class _Sums:
 
     def add(self, steps: list[tuple[int, int, int, int]]) -> None:
         """Adds steps, each of t tokens, r rows and c context tokens that took `us`."""
-        while steps:
-            n, st, sr, sc, tt, tr, tc, rr, rc, cc, y, yt, yr, yc = self.values
-            fitting = _MEMORY - n
-            for t, r, c, us in steps[:fitting]:
-                n += 1
-                st += t
-                sr += r
-                sc += c
-                tt += t * t
-                tr += t * r
-                tc += t * c
-                rr += r * r
-                rc += r * c
-                cc += c * c
-                y += us
-                yt += t * us
-                yr += r * us
-                yc += c * us
-            self.values = (n, st, sr, sc, tt, tr, tc, rr, rc, cc, y, yt, yr, yc)
-            if n == _MEMORY:
-                self.halve()
-            steps = steps[fitting:]
+        n = len(steps)
+        st = sr = sc = tt = tr = tc = rr = rc = cc = y = yt = yr = yc = 0
+        for t, r, c, us in steps:
+            st += t
+            sr += r
+            sc += c
+            tt += t * t
+            tr += t * r
+            tc += t * c
+            rr += r * r
+            rc += r * c
+            cc += c * c
+            y += us
+            yt += t * us
+            yr += r * us
+            yc += c * us
+        added = (n, st, sr, sc, tt, tr, tc, rr, rc, cc, y, yt, yr, yc)
+        self.values = tuple(
+            [a + (b << _FRACTION_BITS) for a, b in zip(self.values, added, strict=True)]
+        )
+        if self.values[0] >= _MEMORY << _FRACTION_BITS:
+            self.halve()
+
+    def forget(self) -> None:
+        """Forgets half of everything unless that would leave too little to go by."""
+        if self.values[0] >= 4 << _FRACTION_BITS:
+            self.halve()
 
     def halve(self) -> None:
         """Forgets half of everything."""
