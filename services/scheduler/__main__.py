@@ -4,6 +4,7 @@ import asyncio
 import logging
 import os
 import sys
+from pathlib import Path
 
 from quire.v1 import admin_pb2_grpc, info_pb2_grpc, token_pb2_grpc, worker_pb2_grpc
 from services.chassis.logs import configure_logs
@@ -16,6 +17,7 @@ from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.engine_loop import EngineLoop
 from services.scheduler.hashing import hashing_for
 from services.scheduler.prompt_hasher import PromptHasher
+from services.scheduler.recording import Recording
 from services.scheduler.servicer import InfoServicer, TokenServicer
 from services.scheduler.session_chains import SessionChains
 from services.scheduler.settings import LATER_FLAGS, Settings
@@ -31,15 +33,22 @@ ADMIN_SERVICE = "quire.v1.AdminService"
 _HANG_CHECK_S = 1.0
 
 
-def wire(settings: Settings, admin: GrpcServer | None = None) -> tuple[EngineLoop, GrpcServer]:
+def wire(
+    settings: Settings, admin: GrpcServer | None = None, recording: Recording | None = None
+) -> tuple[EngineLoop, GrpcServer]:
     """The loop and the server in front of it, not yet running.
 
     Args:
         settings: of the process.
         admin: server of the admin service; None: the same as of the others.
+        recording: of the core; None: it is not recorded.
     """
-    hashing = hashing_for(settings.prefix_caching_hash_algo, settings.hash_key())
-    loop = EngineLoop(Scheduler(settings.core_config(), hashing))
+    if recording is None:
+        hashing = hashing_for(settings.prefix_caching_hash_algo, settings.hash_key())
+        loop = EngineLoop(Scheduler(settings.core_config(), hashing))
+    else:
+        hashing = recording.hashing
+        loop = EngineLoop(recording.core)
     hasher = PromptHasher(hashing, SessionChains())
     always_ready = [INFO_SERVICE, WORKER_LINK_SERVICE]
     if admin is None:
@@ -62,9 +71,41 @@ async def serve(stopping: asyncio.Event) -> None:
         Settings, prog="quire-scheduler", argv=sys.argv[1:], env=os.environ, later=LATER_FLAGS
     )
     configure_logs("scheduler", settings.log_level)
+    recording = start_recording(settings)
+    try:
+        await serve_with(settings, recording, stopping)
+    finally:
+        if recording is not None:
+            await recording.close()
 
+
+def start_recording(settings: Settings) -> Recording | None:
+    """The recording that the settings ask for.
+
+    Raises:
+        StartupError: the file cannot be made.
+    """
+    if settings.record is None:
+        return None
+    key = settings.hash_key()
+    try:
+        return Recording(
+            Path(settings.record),
+            settings.core_config(),
+            hashing_for(settings.prefix_caching_hash_algo, key),
+            hash_key=key,
+            hash_only=settings.record_hash_only,
+        )
+    except OSError as error:
+        raise StartupError(f"--record {settings.record}: {error.strerror}") from error
+
+
+async def serve_with(
+    settings: Settings, recording: Recording | None, stopping: asyncio.Event
+) -> None:
+    """See `serve`; the recording is closed by the caller."""
     admin = GrpcServer([], [ADMIN_SERVICE]) if settings.admin_listen else None
-    loop, server = wire(settings, admin)
+    loop, server = wire(settings, admin, recording)
     bound = await server.start(settings.listen)
     log.info("listening on %s", ", ".join(bound))
     if admin is not None:

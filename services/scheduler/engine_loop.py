@@ -33,6 +33,7 @@ from services.scheduler.core.plan import (
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.link_timings import LinkTimings, StepTimings, TimingWindow
 from services.scheduler.outbox import Outbox, StreamIds
+from services.scheduler.recording import RecordingScheduler
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +97,7 @@ class EngineLoop:
         core: the state machine; owned from now on.
     """
 
-    def __init__(self, core: Scheduler) -> None:
+    def __init__(self, core: Scheduler | RecordingScheduler) -> None:
         self._core = core
         # Bounded by what callers may have open: credits, live requests, open steps.
         self._inbox: deque[_Post] = deque()

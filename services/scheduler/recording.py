@@ -5,8 +5,10 @@ entry is made from what goes in and comes out, after the core has answered: a fa
 ends the recording and no request.
 """
 
+import asyncio
 import logging
 from collections.abc import Callable
+from pathlib import Path
 
 from services.scheduler import journal_codec as codec
 from services.scheduler import journal_digest as digest
@@ -26,13 +28,51 @@ from services.scheduler.core.plan import (
     WorkerSpec,
 )
 from services.scheduler.core.scheduler import Scheduler
-from services.scheduler.journal import Journal
+from services.scheduler.journal import Journal, clocks
 from services.scheduler.journal_veil import Veil
 
 log = logging.getLogger(__name__)
 
 _MAX_HELD_BYTES = 64 << 20
 """Entries from before the first worker, of a recording without token ids."""
+
+
+class Recording:
+    """A recording of one scheduler process, from its start to its end.
+
+    Args:
+        path: of the journal; see Journal for files that exist.
+        config: that the core begins with.
+        hashing: of the core.
+        hash_key: of that hash, b"" for one without.
+        hash_only: token ids are left out.
+
+    Raises:
+        OSError: the file cannot be made.
+    """
+
+    def __init__(
+        self, path: Path, config: Config, hashing: Hashing, *, hash_key: bytes, hash_only: bool
+    ) -> None:
+        header = codec.header(
+            config=config,
+            prefix_hash=hashing.name,
+            hash_key=hash_key,
+            hash_only=hash_only,
+            clocks=clocks(),
+        )
+        self._journal = Journal(path, header)
+        self.hashing = hashing
+        self.core = RecordingScheduler(config, hashing, self._journal, hash_only=hash_only)
+        """What the engine loop is to hold."""
+        kind = "block hashes only" if hash_only else "token ids included"
+        log.info("recording to %s, %s", self._journal.path, kind)
+
+    async def close(self) -> None:
+        """Writes what is left; call it once the core takes no more inputs."""
+        self.core.finish_recording()
+        await asyncio.to_thread(self._journal.close)
+
 
 Fill = Callable[[codec.Entry], None]
 

@@ -23,7 +23,6 @@ LATER_FLAGS = {
     "--enable-metrics": "Prometheus metrics",
     "--metrics-port": "Prometheus metrics",
     "--pipeline-parallel-size": "pipeline parallelism",
-    "--record": "recording of schedules",
     "--speculative-model": "speculative decoding",
     "--num-speculative-tokens": "speculative decoding",
     "--tensor-parallel-size": "tensor parallelism",
@@ -162,6 +161,12 @@ class Settings:
         help="send a digest of the block tables with every step, for workers to compare",
         default=False,
     )
+    record: str | None = setting(
+        help="file that every input of the core is recorded to, for `quire replay`", default=None
+    )
+    record_hash_only: bool = setting(
+        help="record lengths and block hashes in place of token ids", default=False
+    )
     drain_timeout: float = setting(
         help="seconds that running requests get after SIGTERM",
         default=30.0,
@@ -183,6 +188,13 @@ class Settings:
                 f"got {self.default_class!r}"
             )
         self._check_hash_key()
+        if self.record_hash_only and self.record is None:
+            raise SettingsError("quire-scheduler: --record-hash-only needs --record FILE")
+        if self.record_hash_only and self.partial_block_reuse:
+            raise SettingsError(
+                "quire-scheduler: --record-hash-only does not go with --partial-block-reuse, "
+                "which compares token ids"
+            )
 
     def _classes(self) -> tuple[PriorityClass, ...]:
         return read_classes(self.priority_class) or DEFAULT_CLASSES
