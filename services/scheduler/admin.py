@@ -154,7 +154,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         pin = Pin(name=call.name, hashes=hashes, expires=ends)
         blocks = len(hashes) // DIGEST_BYTES
         for_s = "" if call.ttl_us is None else f" for {call.ttl_us // 1_000_000} s"
-        new = f"{blocks} blocks{for_s}"
+        new = f"{_blocks(blocks)}{for_s}"
         try:
             kept = await self._loop.pin(pin)
         except Refused as error:
@@ -221,5 +221,9 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         return next((pin for pin in self._loop.pins() if pin.name == name), None)
 
     def _note_pin(self, origin: Origin, name: str, before: Pin | None, new: str) -> None:
-        old = NONE if before is None else f"{len(before.hashes) // DIGEST_BYTES} blocks"
+        old = NONE if before is None else _blocks(len(before.hashes) // DIGEST_BYTES)
         self._audit.note(origin, f"pin.{name}", old, new)
+
+
+def _blocks(count: int) -> str:
+    return "1 block" if count == 1 else f"{count} blocks"

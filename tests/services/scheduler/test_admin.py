@@ -1,0 +1,281 @@
+"""The admin service over gRPC, before a hand-written loop and before a real one."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from quire.v1 import admin_pb2, admin_pb2_grpc
+from quire.v1.generation_pb2 import TokenIds
+from services.chassis.server import GrpcServer
+from services.scheduler.admin import MOST_PINS, AdminServicer
+from services.scheduler.audit import AuditLog
+from services.scheduler.core.config import Config
+from services.scheduler.core.plan import Pin
+from services.scheduler.hashing import SHA256, explicit_salt, tenant_salt
+from services.scheduler.prompt_hasher import PromptHasher
+from services.scheduler.session_chains import SessionChains
+from tests.fakes.admin_loop import FakeLoop
+
+Config_ = admin_pb2.SchedulerConfig
+NOW_US = 1_700_000_000_123_456
+
+
+class Admin:
+    """A client of the service, and what stands behind it."""
+
+    def __init__(self, loop: FakeLoop, channel: grpc.aio.Channel) -> None:
+        self.loop = loop
+        self.stub = admin_pb2_grpc.AdminServiceStub(channel)
+
+    async def set(self, actor: str = "ann", **change: Any) -> admin_pb2.SetConfigResponse:
+        return await self.stub.SetConfig(
+            admin_pb2.SetConfigRequest(change=Config_(**change), actor=actor)
+        )
+
+    async def pin(self, name: str, *ids: int, **fields: Any) -> admin_pb2.PinPrefixResponse:
+        request = {"name": name, "tokens": TokenIds(ids=ids), "actor": "ann", **fields}
+        return await self.stub.PinPrefix(admin_pb2.PinPrefixRequest(**request))
+
+    async def changes(self, limit: int = 0) -> list[tuple[str, str, str]]:
+        response = await self.stub.ListChanges(admin_pb2.ListChangesRequest(limit=limit))
+        return [(one.field, one.old_value, one.new_value) for one in response.changes]
+
+
+@pytest.fixture
+async def admin(tmp_path: Path) -> AsyncIterator[Admin]:
+    loop = FakeLoop()
+    server = GrpcServer([], ["quire.v1.AdminService"])
+    hasher = PromptHasher(SHA256, SessionChains())
+    servicer = AdminServicer(loop, hasher, AuditLog(clock=lambda: NOW_US))
+    admin_pb2_grpc.add_AdminServiceServicer_to_server(servicer, server.grpc)
+    (target,) = await server.start([f"unix://{tmp_path}/a.sock"])
+    async with grpc.aio.insecure_channel(target) as channel:
+        yield Admin(loop, channel)
+    await server.stop()
+
+
+@contextlib.contextmanager
+def refused(code: str, *parts: str):
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        yield
+    assert caught.value.code().name == code
+    for part in parts:
+        assert part in caught.value.details()
+
+
+async def test_a_change_is_answered_noted_and_logged(
+    admin: Admin, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    response = await admin.stub.SetConfig(
+        admin_pb2.SetConfigRequest(
+            change=Config_(
+                max_num_seqs=64, classes=[admin_pb2.PriorityClassConfig(name="batch", share=100)]
+            ),
+            actor="ann@desk",
+            reason="too slow",
+        )
+    )
+    assert (response.version, response.config.max_num_seqs) == (2, 64)
+    assert response.config.classes[2].share == 100
+    assert [(one.field, one.old_value, one.new_value) for one in response.changes] == [
+        ("max-num-seqs", "none", "64"),
+        ("class.batch.share", "50", "100"),
+    ]
+    assert admin.loop.config.max_num_seqs == 64
+    listed = await admin.stub.ListChanges(admin_pb2.ListChangesRequest())
+    assert list(listed.changes) == list(response.changes)
+    first = listed.changes[0]
+    assert (first.actor, first.reason, first.version) == ("ann@desk", "too slow", 2)
+    assert first.peer.startswith("unix:")
+    assert first.time.ToMicroseconds() == NOW_US
+    lines = [record.getMessage() for record in caplog.records]
+    assert f"max-num-seqs: none -> 64, by ann@desk at {first.peer}, since: too slow" in lines
+    in_force = await admin.stub.GetConfig(admin_pb2.GetConfigRequest())
+    assert (in_force.config, in_force.version) == (response.config, 2)
+
+
+async def test_a_change_of_nothing_is_no_change(admin: Admin) -> None:
+    response = await admin.set(prefill_chunk_size=512)
+    assert (response.version, list(response.changes)) == (1, [])
+    assert await admin.changes() == []
+
+
+async def test_a_refused_change_changes_nothing_and_the_next_one_is_taken(admin: Admin) -> None:
+    with refused("INVALID_ARGUMENT", "actor: ", "change.prefill_chunk_size: ", "change.eviction: "):
+        await admin.set("", prefill_chunk_size=0, eviction=admin_pb2.EVICTION_POLICY_TIME_WHEEL)
+    assert admin.loop.config == Config()
+    assert admin.loop.configured == []
+    assert (await admin.set(prefill_chunk_size=64)).version == 2
+
+
+@pytest.mark.parametrize("actor", ["x" * 129, "a\nb", "é" * 65])
+async def test_an_actor_stands_on_one_line(admin: Admin, actor: str) -> None:
+    with refused("INVALID_ARGUMENT", "actor: must be 1 to 128 bytes of printable text"):
+        await admin.set(actor, max_num_seqs=1)
+    assert (await admin.set("x" * 128, max_num_seqs=1)).version == 2
+
+
+async def test_a_change_made_for_another_version_is_refused(admin: Admin) -> None:
+    def request(seqs: int) -> admin_pb2.SetConfigRequest:
+        return admin_pb2.SetConfigRequest(
+            change=Config_(max_num_seqs=seqs), actor="ann", expected_version=1
+        )
+
+    assert (await admin.stub.SetConfig(request(1))).version == 2
+    with refused("ABORTED", "expected_version: 2 is in force, got 1"):
+        await admin.stub.SetConfig(request(2))
+    assert admin.loop.config.max_num_seqs == 1
+
+
+async def test_of_two_changes_for_one_version_the_second_is_refused(admin: Admin) -> None:
+    """Both are checked before either is made."""
+    admin.loop.turn.clear()
+    calls = [
+        admin.stub.SetConfig(
+            admin_pb2.SetConfigRequest(
+                change=Config_(max_num_seqs=seqs), actor="ann", expected_version=1
+            )
+        )
+        for seqs in (1, 2)
+    ]
+    ends = asyncio.gather(*calls, return_exceptions=True)
+    await asyncio.sleep(0.05)
+    admin.loop.turn.set()
+    codes = [end.code().name if isinstance(end, Exception) else "OK" for end in await ends]
+    assert sorted(codes) == ["ABORTED", "OK"]
+    assert len(await admin.changes()) == 1
+
+
+async def test_only_the_latest_changes_are_kept(admin: Admin) -> None:
+    for number in range(1, 1003):
+        await admin.set(prefill_chunk_size=number)
+    changes = await admin.changes()
+    assert len(changes) == 1000
+    assert changes[-1] == ("prefill-chunk-size", "1001", "1002")
+    assert await admin.changes(2) == changes[-2:]
+    listed = await admin.stub.ListChanges(admin_pb2.ListChangesRequest(limit=1))
+    assert (listed.total, listed.changes[0].version) == (1002, 1003)
+
+
+async def test_a_field_of_a_later_version_is_refused(admin: Admin) -> None:
+    request = admin_pb2.SetConfigRequest(actor="ann", change=Config_(max_num_seqs=1))
+    request.change.MergeFromString(b"\xf8\x3f\x01")  # field 1023
+    with refused("UNIMPLEMENTED", "change.field 1023"):
+        await admin.stub.SetConfig(request)
+    assert admin.loop.config == Config()
+
+
+# Pins
+
+
+def chain(salt: bytes, *blocks: tuple[int, ...]) -> bytes:
+    parent, hashes = SHA256.root(b"d1", salt), b""
+    for block in blocks:
+        parent = SHA256.block(parent, b"".join(one.to_bytes(4, "little") for one in block))
+        hashes += parent
+    return hashes
+
+
+async def test_a_pin_has_the_hashes_of_its_full_blocks(admin: Admin) -> None:
+    response = await admin.pin("sys", *range(10), ttl_s=60, tenant="acme")
+    assert response.blocks == 2
+    hashes = chain(tenant_salt("acme"), (0, 1, 2, 3), (4, 5, 6, 7))
+    assert admin.loop.pins() == (Pin(name="sys", hashes=hashes, expires=61_000_000),)
+    admin.loop.now += 1_500_000
+    listed = await admin.stub.ListPins(admin_pb2.ListPinsRequest())
+    assert list(listed.pins) == [admin_pb2.PinnedPrefix(name="sys", blocks=2, expires_in_ms=58_500)]
+    assert listed.blocks_pinned == 3
+    assert await admin.changes() == [("pin.sys", "none", "2 blocks for 60 s")]
+
+
+async def test_a_pin_for_a_salt_that_stays(admin: Admin) -> None:
+    await admin.pin("sys", 1, 2, 3, 4, cache_salt="", tenant="acme")
+    pin = Pin(name="sys", hashes=chain(explicit_salt(""), (1, 2, 3, 4)), expires=None)
+    assert admin.loop.pins() == (pin,)
+    (listed,) = (await admin.stub.ListPins(admin_pb2.ListPinsRequest())).pins
+    assert not listed.HasField("expires_in_ms")
+
+
+async def test_a_pin_is_replaced_and_ended(admin: Admin) -> None:
+    await admin.pin("sys", *range(4))
+    await admin.pin("sys", *range(8))
+    unpin = admin_pb2.UnpinPrefixRequest(name="sys", actor="bob")
+    await admin.stub.UnpinPrefix(unpin)
+    assert admin.loop.pins() == ()
+    with refused("NOT_FOUND", "name: there is no pin 'sys'"):
+        await admin.stub.UnpinPrefix(unpin)
+    assert await admin.changes() == [
+        ("pin.sys", "none", "1 block"),
+        ("pin.sys", "1 block", "2 blocks"),
+        ("pin.sys", "2 blocks", "none"),
+    ]
+
+
+async def test_pins_have_a_cap(admin: Admin) -> None:
+    await admin.pin("a", *range(12))
+    with refused("FAILED_PRECONDITION", "tokens: ", "at most 4 blocks", "would keep 5"):
+        await admin.pin("b", *range(8))
+    assert (await admin.pin("b", *range(4))).blocks == 1
+    assert [name for name, *_ in await admin.changes()] == ["pin.a", "pin.b"]
+
+
+async def test_the_number_of_pins_is_bounded(admin: Admin) -> None:
+    admin.loop.most_pinned = 2 * MOST_PINS
+    for number in range(MOST_PINS):
+        await admin.loop.pin(Pin(name=str(number), hashes=bytes(32), expires=None))
+    with refused("FAILED_PRECONDITION", f"there are {MOST_PINS} pins"):
+        await admin.pin("one more", *range(4))
+    assert (await admin.pin("7", *range(8))).blocks == 2
+
+
+async def test_everything_wrong_with_a_pin_is_told_at_once(admin: Admin) -> None:
+    with refused(
+        "INVALID_ARGUMENT",
+        "actor: must be 1 to 128 bytes of printable text, got 0 bytes",
+        "name: must be 1 to 128 bytes of printable text, got 0 bytes",
+        "ttl_s: must be from 1 to 4000000, got 0",
+        "tenant: must be at most 128 bytes",
+        "tokens: must be from 4 (one block) to 64 ids, got 3",
+    ):
+        await admin.pin("", 1, 2, 3, actor="", ttl_s=0, tenant="x" * 129)
+    with refused("INVALID_ARGUMENT", "tokens: must be from 4 (one block) to 64 ids, got 65"):
+        await admin.pin("a", *([1] * 65))
+    with refused("INVALID_ARGUMENT", "tokens: the largest id of the vocabulary is 99, got 100"):
+        await admin.pin("a", 1, 2, 3, 100)
+
+
+async def test_a_pin_needs_a_worker_and_a_cache(admin: Admin) -> None:
+    admin.loop.limits = None
+    with refused("UNAVAILABLE", "no worker is attached"):
+        await admin.pin("a", *range(4))
+    admin.loop.config = Config(enable_prefix_caching=False)
+    with refused("FAILED_PRECONDITION", "--enable-prefix-caching"):
+        await admin.pin("a", *range(4))
+
+
+async def test_whoever_leaves_before_the_answer_is_noted_all_the_same(admin: Admin) -> None:
+    await admin.pin("old", *range(4))
+    admin.loop.turn.clear()
+    request = admin_pb2.UnpinPrefixRequest(name="old", actor="ann")
+    for call in (
+        admin.stub.PinPrefix(
+            admin_pb2.PinPrefixRequest(name="new", tokens=TokenIds(ids=range(4)), actor="ann")
+        ),
+        admin.stub.UnpinPrefix(request),
+    ):
+        await asyncio.sleep(0.05)
+        call.cancel()
+    async with asyncio.timeout(5):
+        while len(changes := await admin.changes()) < 3:
+            await asyncio.sleep(0.01)
+    assert changes[1:] == [
+        ("pin.new", "none", "1 block, unless it was refused"),
+        ("pin.old", "1 block", "none"),
+    ]
