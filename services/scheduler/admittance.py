@@ -52,9 +52,12 @@ async def admit(
         shed_late=call.scheduling.shed_late,
     )
     loop.check(request)  # before any work is put into a prompt that cannot be served
-    hashing = loop.hashing
+    # While no worker is attached, the next one is taken for one of the last kind: else the core
+    # would hash all that queued up meanwhile when it plans. If it is not, the core forgets it.
+    hashing = loop.last_hashing
+    caching = loop.limits is None or loop.limits.prefix_hash
     hashes = b""
-    if hashing is not None:
+    if hashing is not None and caching:
         block_size, model_digest = hashing
         hashes = await hasher.chain(
             call.prompt,
@@ -63,6 +66,6 @@ async def admit(
             salt=request.salt,
             session_id=call.scheduling.session_id,
         )
-        if loop.hashing != hashing:
+        if loop.last_hashing != hashing:
             hashes = b""  # other workers came meanwhile; the core hashes by itself
     caller.add(replace(request, prompt_hashes=hashes))

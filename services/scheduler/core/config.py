@@ -78,8 +78,11 @@ class Config:
     """How long requests queue while no worker is attached, microseconds."""
     check_block_tables: bool = False
     """Each step carries a digest of the block tables for the worker to compare."""
-    max_new_tokens_per_step: int = 1 << 20
-    """Most token ids carried by the new-request records of one step (4 bytes each)."""
+    max_new_tokens_per_step: int = 1 << 17
+    """Most token ids carried by the new-request records of one step (4 bytes each).
+
+    A longer request goes alone: the step that carries several very long ones comes late for all.
+    """
     policy: Policy = Policy.FAIR
     classes: tuple[PriorityClass, ...] = DEFAULT_CLASSES
     default_class: str = "standard"
