@@ -114,6 +114,8 @@ class EngineLoop:
         """Set while no request is live."""
         self.workers_changed = asyncio.Event()
         """Set whenever a worker came or went; whoever watches clears it."""
+        self.last_hashing: tuple[int, bytes] | None = None
+        """What `hashing` gave last, also after the workers left."""
 
     async def run(self) -> None:
         """Runs until `close`."""
@@ -289,6 +291,7 @@ class EngineLoop:
                 return None
             link = WorkerLink(lowered, epoch, model, instance_id)
             self._links[spec.worker_id] = link
+            self.last_hashing = spec.block_size, spec.model_digest
             log.info(
                 "worker %s attached: epoch %d, %d blocks of %d tokens",
                 spec.worker_id,
