@@ -26,7 +26,7 @@ from google.rpc import status_pb2 as google_dot_rpc_dot_status__pb2
 from quire.v1 import generation_pb2 as quire_dot_v1_dot_generation__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14quire/v1/token.proto\x12\x08quire.v1\x1a\x17google/rpc/status.proto\x1a\x19quire/v1/generation.proto\"\xab\x02\n\x0cTokenRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\"\n\x06prompt\x18\x03 \x01(\x0b\x32\x12.quire.v1.TokenIds\x12*\n\x08sampling\x18\x04 \x01(\x0b\x32\x18.quire.v1.SamplingParams\x12,\n\x08stopping\x18\x05 \x01(\x0b\x32\x1a.quire.v1.StoppingCriteria\x12\x0f\n\x07\x61ttempt\x18\x06 \x01(\r\x12#\n\x07resumed\x18\x07 \x01(\x0b\x32\x12.quire.v1.TokenIds\x12\x13\n\x0btraceparent\x18\x08 \x01(\t\x12/\n\nscheduling\x18\t \x01(\x0b\x32\x1b.quire.v1.SchedulingOptions\"F\n\x1bTokenServiceGenerateRequest\x12\'\n\x07request\x18\x01 \x01(\x0b\x32\x16.quire.v1.TokenRequest\"\x8c\x01\n\x1cTokenServiceGenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\x04seed\x18\x02 \x01(\x04H\x00\x88\x01\x01\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12)\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x17.quire.v1.TokenFinishedB\x07\n\x05_seed\"\x85\x01\n\rTokenFinished\x12&\n\x06reason\x18\x01 \x01(\x0e\x32\x16.quire.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x1e\n\x05usage\x18\x03 \x01(\x0b\x32\x0f.quire.v1.UsageB\x10\n\x0e_stop_token_id\"\xc5\x01\n\x0eSessionRequest\x12 \n\x05hello\x18\x01 \x01(\x0b\x32\x0f.quire.v1.HelloH\x00\x12\"\n\x06submit\x18\x02 \x01(\x0b\x32\x10.quire.v1.SubmitH\x00\x12 \n\x05\x61\x62ort\x18\x03 \x01(\x0b\x32\x0f.quire.v1.AbortH\x00\x12\"\n\x06\x66inish\x18\x04 \x01(\x0b\x32\x10.quire.v1.FinishH\x00\x12\x1c\n\x03\x62ye\x18\x05 \x01(\x0b\x32\r.quire.v1.ByeH\x00\x42\t\n\x07message\"N\n\x05Hello\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x18\n\x10tokenizer_digest\x18\x02 \x01(\t\x12\x16\n\x0eprotocol_major\x18\x03 \x01(\r\"D\n\x06Submit\x12\x11\n\tstream_id\x18\x01 \x01(\r\x12\'\n\x07request\x18\x02 \x01(\x0b\x32\x16.quire.v1.TokenRequest\"\x1a\n\x05\x41\x62ort\x12\x11\n\tstream_id\x18\x01 \x01(\r\"0\n\x06\x46inish\x12\x11\n\tstream_id\x18\x01 \x01(\r\x12\x13\n\x0bkept_tokens\x18\x02 \x01(\r\"\x15\n\x03\x42ye\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x80\x02\n\x0fSessionResponse\x12$\n\x07welcome\x18\x01 \x01(\x0b\x32\x11.quire.v1.WelcomeH\x00\x12\'\n\x06limits\x18\x02 \x01(\x0b\x32\x15.quire.v1.ModelLimitsH\x00\x12%\n\x05\x62\x61tch\x18\x03 \x01(\x0b\x32\x14.quire.v1.TokenBatchH\x00\x12\x1c\n\x03\x62ye\x18\x04 \x01(\x0b\x32\r.quire.v1.ByeH\x00\x12(\n\treadiness\x18\x05 \x01(\x0b\x32\x13.quire.v1.ReadinessH\x00\x12$\n\x04load\x18\x06 \x01(\x0b\x32\x14.quire.v1.LoadReportH\x00\x42\t\n\x07message\"\x81\x01\n\x07Welcome\x12\x0f\n\x07\x63redits\x18\x01 \x01(\r\x12%\n\x06limits\x18\x02 \x01(\x0b\x32\x15.quire.v1.ModelLimits\x12\x16\n\x0eprotocol_major\x18\x03 \x01(\r\x12&\n\treadiness\x18\x04 \x01(\x0b\x32\x13.quire.v1.Readiness\"\x1c\n\tReadiness\x12\x0f\n\x07serving\x18\x01 \x01(\x08\"p\n\nLoadReport\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x16\n\x0ewaiting_tokens\x18\x03 \x01(\x04\x12(\n\x08prefixes\x18\x04 \x01(\x0b\x32\x16.quire.v1.PrefixDigest\",\n\x0cPrefixDigest\x12\r\n\x05\x62loom\x18\x01 \x01(\x0c\x12\r\n\x05items\x18\x02 \x01(\x04\"\xce\x01\n\x0bModelLimits\x12\r\n\x05model\x18\x01 \x01(\t\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x15\n\rmax_model_len\x18\x03 \x01(\r\x12\x1a\n\x12kv_capacity_tokens\x18\x04 \x01(\r\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\x12\x13\n\x0bnum_workers\x18\x06 \x01(\r\x12\x12\n\nblock_size\x18\x07 \x01(\r\x12\x14\n\x0cmodel_digest\x18\x08 \x01(\t\x12\x13\n\x0bprefix_hash\x18\t \x01(\t\"w\n\nTokenBatch\x12\x12\n\nstream_ids\x18\x01 \x01(\x0c\x12\x0e\n\x06\x63ounts\x18\x02 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12!\n\x04\x65nds\x18\x04 \x03(\x0b\x32\x13.quire.v1.StreamEnd\x12\x0f\n\x07\x63redits\x18\x05 \x01(\r\"x\n\tStreamEnd\x12\x11\n\tstream_id\x18\x01 \x01(\r\x12+\n\x08\x66inished\x18\x02 \x01(\x0b\x32\x17.quire.v1.TokenFinishedH\x00\x12$\n\x06status\x18\x03 \x01(\x0b\x32\x12.google.rpc.StatusH\x00\x42\x05\n\x03\x65nd2\xaf\x01\n\x0cTokenService\x12[\n\x08Generate\x12%.quire.v1.TokenServiceGenerateRequest\x1a&.quire.v1.TokenServiceGenerateResponse0\x01\x12\x42\n\x07Session\x12\x18.quire.v1.SessionRequest\x1a\x19.quire.v1.SessionResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14quire/v1/token.proto\x12\x08quire.v1\x1a\x17google/rpc/status.proto\x1a\x19quire/v1/generation.proto\"\xab\x02\n\x0cTokenRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\"\n\x06prompt\x18\x03 \x01(\x0b\x32\x12.quire.v1.TokenIds\x12*\n\x08sampling\x18\x04 \x01(\x0b\x32\x18.quire.v1.SamplingParams\x12,\n\x08stopping\x18\x05 \x01(\x0b\x32\x1a.quire.v1.StoppingCriteria\x12\x0f\n\x07\x61ttempt\x18\x06 \x01(\r\x12#\n\x07resumed\x18\x07 \x01(\x0b\x32\x12.quire.v1.TokenIds\x12\x13\n\x0btraceparent\x18\x08 \x01(\t\x12/\n\nscheduling\x18\t \x01(\x0b\x32\x1b.quire.v1.SchedulingOptions\"F\n\x1bTokenServiceGenerateRequest\x12\'\n\x07request\x18\x01 \x01(\x0b\x32\x16.quire.v1.TokenRequest\"\x8c\x01\n\x1cTokenServiceGenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\x04seed\x18\x02 \x01(\x04H\x00\x88\x01\x01\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12)\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x17.quire.v1.TokenFinishedB\x07\n\x05_seed\"\x85\x01\n\rTokenFinished\x12&\n\x06reason\x18\x01 \x01(\x0e\x32\x16.quire.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x1e\n\x05usage\x18\x03 \x01(\x0b\x32\x0f.quire.v1.UsageB\x10\n\x0e_stop_token_id\"\xc5\x01\n\x0eSessionRequest\x12 \n\x05hello\x18\x01 \x01(\x0b\x32\x0f.quire.v1.HelloH\x00\x12\"\n\x06submit\x18\x02 \x01(\x0b\x32\x10.quire.v1.SubmitH\x00\x12 \n\x05\x61\x62ort\x18\x03 \x01(\x0b\x32\x0f.quire.v1.AbortH\x00\x12\"\n\x06\x66inish\x18\x04 \x01(\x0b\x32\x10.quire.v1.FinishH\x00\x12\x1c\n\x03\x62ye\x18\x05 \x01(\x0b\x32\r.quire.v1.ByeH\x00\x42\t\n\x07message\"b\n\x05Hello\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x18\n\x10tokenizer_digest\x18\x02 \x01(\t\x12\x16\n\x0eprotocol_major\x18\x03 \x01(\r\x12\x12\n\nwants_load\x18\x04 \x01(\x08\"D\n\x06Submit\x12\x11\n\tstream_id\x18\x01 \x01(\r\x12\'\n\x07request\x18\x02 \x01(\x0b\x32\x16.quire.v1.TokenRequest\"\x1a\n\x05\x41\x62ort\x12\x11\n\tstream_id\x18\x01 \x01(\r\"0\n\x06\x46inish\x12\x11\n\tstream_id\x18\x01 \x01(\r\x12\x13\n\x0bkept_tokens\x18\x02 \x01(\r\"\x15\n\x03\x42ye\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x80\x02\n\x0fSessionResponse\x12$\n\x07welcome\x18\x01 \x01(\x0b\x32\x11.quire.v1.WelcomeH\x00\x12\'\n\x06limits\x18\x02 \x01(\x0b\x32\x15.quire.v1.ModelLimitsH\x00\x12%\n\x05\x62\x61tch\x18\x03 \x01(\x0b\x32\x14.quire.v1.TokenBatchH\x00\x12\x1c\n\x03\x62ye\x18\x04 \x01(\x0b\x32\r.quire.v1.ByeH\x00\x12(\n\treadiness\x18\x05 \x01(\x0b\x32\x13.quire.v1.ReadinessH\x00\x12$\n\x04load\x18\x06 \x01(\x0b\x32\x14.quire.v1.LoadReportH\x00\x42\t\n\x07message\"\x81\x01\n\x07Welcome\x12\x0f\n\x07\x63redits\x18\x01 \x01(\r\x12%\n\x06limits\x18\x02 \x01(\x0b\x32\x15.quire.v1.ModelLimits\x12\x16\n\x0eprotocol_major\x18\x03 \x01(\r\x12&\n\treadiness\x18\x04 \x01(\x0b\x32\x13.quire.v1.Readiness\"\x1c\n\tReadiness\x12\x0f\n\x07serving\x18\x01 \x01(\x08\"p\n\nLoadReport\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x16\n\x0ewaiting_tokens\x18\x03 \x01(\x04\x12(\n\x08prefixes\x18\x04 \x01(\x0b\x32\x16.quire.v1.PrefixDigest\",\n\x0cPrefixDigest\x12\r\n\x05\x62loom\x18\x01 \x01(\x0c\x12\r\n\x05items\x18\x02 \x01(\x04\"\xce\x01\n\x0bModelLimits\x12\r\n\x05model\x18\x01 \x01(\t\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x15\n\rmax_model_len\x18\x03 \x01(\r\x12\x1a\n\x12kv_capacity_tokens\x18\x04 \x01(\r\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\x12\x13\n\x0bnum_workers\x18\x06 \x01(\r\x12\x12\n\nblock_size\x18\x07 \x01(\r\x12\x14\n\x0cmodel_digest\x18\x08 \x01(\t\x12\x13\n\x0bprefix_hash\x18\t \x01(\t\"w\n\nTokenBatch\x12\x12\n\nstream_ids\x18\x01 \x01(\x0c\x12\x0e\n\x06\x63ounts\x18\x02 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12!\n\x04\x65nds\x18\x04 \x03(\x0b\x32\x13.quire.v1.StreamEnd\x12\x0f\n\x07\x63redits\x18\x05 \x01(\r\"x\n\tStreamEnd\x12\x11\n\tstream_id\x18\x01 \x01(\r\x12+\n\x08\x66inished\x18\x02 \x01(\x0b\x32\x17.quire.v1.TokenFinishedH\x00\x12$\n\x06status\x18\x03 \x01(\x0b\x32\x12.google.rpc.StatusH\x00\x42\x05\n\x03\x65nd2\xaf\x01\n\x0cTokenService\x12[\n\x08Generate\x12%.quire.v1.TokenServiceGenerateRequest\x1a&.quire.v1.TokenServiceGenerateResponse0\x01\x12\x42\n\x07Session\x12\x18.quire.v1.SessionRequest\x1a\x19.quire.v1.SessionResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -44,31 +44,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SESSIONREQUEST']._serialized_start=740
   _globals['_SESSIONREQUEST']._serialized_end=937
   _globals['_HELLO']._serialized_start=939
-  _globals['_HELLO']._serialized_end=1017
-  _globals['_SUBMIT']._serialized_start=1019
-  _globals['_SUBMIT']._serialized_end=1087
-  _globals['_ABORT']._serialized_start=1089
-  _globals['_ABORT']._serialized_end=1115
-  _globals['_FINISH']._serialized_start=1117
-  _globals['_FINISH']._serialized_end=1165
-  _globals['_BYE']._serialized_start=1167
-  _globals['_BYE']._serialized_end=1188
-  _globals['_SESSIONRESPONSE']._serialized_start=1191
-  _globals['_SESSIONRESPONSE']._serialized_end=1447
-  _globals['_WELCOME']._serialized_start=1450
-  _globals['_WELCOME']._serialized_end=1579
-  _globals['_READINESS']._serialized_start=1581
-  _globals['_READINESS']._serialized_end=1609
-  _globals['_LOADREPORT']._serialized_start=1611
-  _globals['_LOADREPORT']._serialized_end=1723
-  _globals['_PREFIXDIGEST']._serialized_start=1725
-  _globals['_PREFIXDIGEST']._serialized_end=1769
-  _globals['_MODELLIMITS']._serialized_start=1772
-  _globals['_MODELLIMITS']._serialized_end=1978
-  _globals['_TOKENBATCH']._serialized_start=1980
-  _globals['_TOKENBATCH']._serialized_end=2099
-  _globals['_STREAMEND']._serialized_start=2101
-  _globals['_STREAMEND']._serialized_end=2221
-  _globals['_TOKENSERVICE']._serialized_start=2224
-  _globals['_TOKENSERVICE']._serialized_end=2399
+  _globals['_HELLO']._serialized_end=1037
+  _globals['_SUBMIT']._serialized_start=1039
+  _globals['_SUBMIT']._serialized_end=1107
+  _globals['_ABORT']._serialized_start=1109
+  _globals['_ABORT']._serialized_end=1135
+  _globals['_FINISH']._serialized_start=1137
+  _globals['_FINISH']._serialized_end=1185
+  _globals['_BYE']._serialized_start=1187
+  _globals['_BYE']._serialized_end=1208
+  _globals['_SESSIONRESPONSE']._serialized_start=1211
+  _globals['_SESSIONRESPONSE']._serialized_end=1467
+  _globals['_WELCOME']._serialized_start=1470
+  _globals['_WELCOME']._serialized_end=1599
+  _globals['_READINESS']._serialized_start=1601
+  _globals['_READINESS']._serialized_end=1629
+  _globals['_LOADREPORT']._serialized_start=1631
+  _globals['_LOADREPORT']._serialized_end=1743
+  _globals['_PREFIXDIGEST']._serialized_start=1745
+  _globals['_PREFIXDIGEST']._serialized_end=1789
+  _globals['_MODELLIMITS']._serialized_start=1792
+  _globals['_MODELLIMITS']._serialized_end=1998
+  _globals['_TOKENBATCH']._serialized_start=2000
+  _globals['_TOKENBATCH']._serialized_end=2119
+  _globals['_STREAMEND']._serialized_start=2121
+  _globals['_STREAMEND']._serialized_end=2241
+  _globals['_TOKENSERVICE']._serialized_start=2244
+  _globals['_TOKENSERVICE']._serialized_end=2419
 # @@protoc_insertion_point(module_scope)

@@ -73,14 +73,16 @@ class SessionRequest(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., bye: _Optional[_Union[Bye, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("instance_id", "tokenizer_digest", "protocol_major")
+    __slots__ = ("instance_id", "tokenizer_digest", "protocol_major", "wants_load")
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_DIGEST_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_MAJOR_FIELD_NUMBER: _ClassVar[int]
+    WANTS_LOAD_FIELD_NUMBER: _ClassVar[int]
     instance_id: str
     tokenizer_digest: str
     protocol_major: int
-    def __init__(self, instance_id: _Optional[str] = ..., tokenizer_digest: _Optional[str] = ..., protocol_major: _Optional[int] = ...) -> None: ...
+    wants_load: bool
+    def __init__(self, instance_id: _Optional[str] = ..., tokenizer_digest: _Optional[str] = ..., protocol_major: _Optional[int] = ..., wants_load: _Optional[bool] = ...) -> None: ...
 
 class Submit(_message.Message):
     __slots__ = ("stream_id", "request")
