@@ -29,13 +29,35 @@ PASSED: Mapping[str, tuple[tuple[str, str, str], ...]] = MappingProxyType(
         ),
         "scheduler": (
             ("--prefill-chunk-size", "N", "most tokens of one request in one step"),
+            ("--scheduling-policy", "NAME", "order of the queue: fair, priority or fcfs"),
+            ("--priority-class", "CLASS,...", "NAME:share=N:floor=N:ttft-target=MS, repeatable"),
+            ("--default-class", "NAME", "class of requests that name none"),
+            ("--tenant", "TENANT,...", "NAME:weight=X:max-live-requests=N and so on, repeatable"),
+            (
+                "--other-tenants",
+                "KEY=VALUE,...",
+                "the same for all other tenants",
+            ),
+            ("--tpot-target", "MS", "wanted time between tokens; cuts prefills"),
+            ("--ageing", "SECONDS", "of waiting that count as one class more important"),
+            ("--max-queued-requests", "N", "most requests that wait for their first admission"),
+            ("--max-queued-tokens", "N", "most prompt tokens of those requests"),
             ("--enable-prefix-caching", "true|false", "reuse the KV blocks of equal prefixes"),
             ("--prefix-caching-hash-algo", "NAME", "hash of the prefix cache: sha256 or blake2b"),
             ("--prefix-caching-hash-key", "HEX", "secret key of blake2b; by default a fresh one"),
+            ("--eviction-policy", "NAME", "which cached blocks go first: lru or time-wheel"),
+            ("--time-wheel-slots", "N", "slots of the time wheel"),
+            ("--partial-block-reuse", "true|false", "copy the equal beginning of a block"),
+            ("--max-pinned-share", "N", "most blocks that pinned prefixes may keep, per mille"),
+            ("--stall-timeout", "SECONDS", "without a step, while work waits, that are a stall"),
+            ("--admin-listen", "ADDRESS,...", "where quire admin finds the scheduler, repeatable"),
         ),
     }
 )
-"""Flag, kind of value and help, by the process that understands and checks them."""
+"""Flag, kind of value and help, by the process that understands and checks them.
+
+A kind with `|` is a switch, one with `,` a list, whose flag may be repeated.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +77,6 @@ LATER: Mapping[str, LaterSetting] = MappingProxyType(
     {
         "--tensor-parallel-size": LaterSetting("one model over several devices", (1,)),
         "--pipeline-parallel-size": LaterSetting("one model over several stages", (1,)),
-        "--scheduling-policy": LaterSetting("other orders of the queue", ("fcfs",)),
         "--speculative-model": LaterSetting("speculative decoding"),
         "--num-speculative-tokens": LaterSetting("speculative decoding", (0,)),
         "--quantization": LaterSetting("computing with quantized weights"),

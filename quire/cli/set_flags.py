@@ -32,8 +32,10 @@ def add_set_flags(parser: argparse.ArgumentParser, *, port: int) -> None:
     )
     for flags in PASSED.values():
         for flag, metavar, text in flags:
-            lone: dict[str, Any] = {"nargs": "?", "const": "true"} if "|" in metavar else {}
-            parser.add_argument(flag, metavar=metavar, help=text, **lone)
+            how: dict[str, Any] = {"nargs": "?", "const": "true"} if "|" in metavar else {}
+            if "," in metavar:
+                how = {"action": "append"}
+            parser.add_argument(flag, metavar=metavar, help=text, **how)
     add_later_flags(parser, {flag: later.what for flag, later in LATER.items()})
 
 
@@ -60,4 +62,8 @@ def local_config(args: argparse.Namespace) -> LocalConfig:
 def _given(args: argparse.Namespace, flags: tuple[tuple[str, str, str], ...]) -> list[str]:
     values = vars(args)
     named = [(flag, values[keyword(flag)]) for flag, *_ in flags]
-    return [f"{flag}={value}" for flag, value in named if value is not None]
+    return [
+        f"{flag}={','.join(value) if isinstance(value, list) else value}"
+        for flag, value in named
+        if value is not None
+    ]

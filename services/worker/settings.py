@@ -13,7 +13,6 @@ _LATER = MappingProxyType(
     {
         "--tensor-parallel-size": "one model over several devices",
         "--pipeline-parallel-size": "one model over several stages",
-        "--scheduling-policy": "other orders of the queue",
         "--speculative-model": "speculative decoding",
         "--num-speculative-tokens": "speculative decoding",
         "--quantization": "computing with quantized weights",

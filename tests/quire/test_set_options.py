@@ -15,11 +15,20 @@ def test_each_setting_goes_to_the_process_that_understands_it() -> None:
         "gpu_memory_utilization": 0.5,
         "enable_prefix_caching": False,
         "prefill_chunk_size": 64,
+        "scheduling_policy": "fcfs",
+        "priority_class": "a:share=2,b:share=1",
+        "tpot_target": 50,
         "max_num_seqs": None,
     }
     assert flags_of(settings) == {
         "worker": ("--dtype=float32", "--max-model-len=512", "--gpu-memory-utilization=0.5"),
-        "scheduler": ("--prefill-chunk-size=64", "--enable-prefix-caching=false"),
+        "scheduler": (
+            "--prefill-chunk-size=64",
+            "--scheduling-policy=fcfs",
+            "--priority-class=a:share=2,b:share=1",
+            "--tpot-target=50",
+            "--enable-prefix-caching=false",
+        ),
     }
 
 
@@ -32,7 +41,7 @@ def test_every_passed_flag_is_a_keyword() -> None:
 @pytest.mark.parametrize(
     "neutral",
     [
-        {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "scheduling_policy": "fcfs"},
+        {"tensor_parallel_size": 1, "pipeline_parallel_size": 1},
         {"quantization": None, "enable_metrics": False, "trust_remote_code": False},
         {"speculative_model": None, "num_speculative_tokens": 0, "metrics_port": None},
     ],
