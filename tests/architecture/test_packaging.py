@@ -60,7 +60,7 @@ def test_the_client_brings_nothing_heavy() -> None:
     assert brought & HEAVY == set()
 
 
-@pytest.mark.parametrize("extra", ["tokenizer", "scheduler", "bench"])
+@pytest.mark.parametrize("extra", ["tokenizer", "scheduler", "bench", "simulate"])
 def test_only_the_worker_brings_torch(extra: str) -> None:
     assert "torch" not in closure(extra)
 
@@ -73,7 +73,7 @@ def test_the_worker_brings_torch_and_no_transformers() -> None:
 
 def test_all_means_all_services() -> None:
     everything = {requirement.name for requirement in requirements_of("all")}
-    for extra in ("tokenizer", "scheduler", "worker", "bench"):
+    for extra in ("tokenizer", "scheduler", "worker", "bench", "simulate"):
         assert {requirement.name for requirement in requirements_of(extra)} <= everything
 
 
@@ -97,6 +97,7 @@ def test_constraints_pin_every_requirement_to_a_version_it_admits(extra: str) ->
 ROOMS = {
     "services/chassis": "chassis",
     "services/tokenizer": "tokenizer",
+    "services/scheduler/simulate": "simulate",
     "services/scheduler": "scheduler",
     "services/worker": "worker",
     "kernels": "worker",
@@ -158,7 +159,7 @@ def test_what_an_extra_brings_is_imported() -> None:
     }
     unused = [
         f"[{extra}] brings {requirement.name}"
-        for extra in ("", "chassis", "tokenizer", "scheduler", "worker", "bench")
+        for extra in ("", "chassis", "tokenizer", "scheduler", "worker", "bench", "simulate")
         for requirement in map(Requirement, EXTRAS.get(extra, PROJECT["dependencies"]))
         if requirement.name != PROJECT["name"]
         and (extra, canonicalize_name(requirement.name)) not in used
