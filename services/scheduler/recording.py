@@ -218,6 +218,11 @@ class RecordingScheduler:
     # Views
 
     @property
+    def config(self) -> Config:
+        """See Scheduler.config."""
+        return self._core.config
+
+    @property
     def limits(self) -> Limits | None:
         """See Scheduler.limits."""
         return self._core.limits
@@ -243,9 +248,17 @@ class RecordingScheduler:
         """See Scheduler.compatible."""
         return self._core.compatible(spec)
 
-    def pins(self, now: int) -> tuple[Pin, ...]:
+    def pins(self) -> tuple[Pin, ...]:
         """See Scheduler.pins."""
-        return self._core.pins(now)
+        return self._core.pins()
+
+    def broken(self, worker_id: str) -> str | None:
+        """See Scheduler.broken."""
+        return self._core.broken(worker_id)
+
+    def cached_blocks(self, hashes: bytes) -> int:
+        """See Scheduler.cached_blocks."""
+        return self._core.cached_blocks(hashes)
 
     def cached_hashes(self) -> bytes:
         """See Scheduler.cached_hashes."""
