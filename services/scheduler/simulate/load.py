@@ -1,13 +1,14 @@
-"""Who asks for what and when: one arrival, its tokens, and the sources that a simulation draws on."""
+"""Who asks for what and when: an arrival, its tokens, and the sources that a simulation has."""
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
 from services.scheduler.core.plan import AddRequest, Sampling, TokenArray
+from services.scheduler.hashing import tenant_salt
 from services.scheduler.simulate.step_model import VOCAB_SIZE
 
 _BUFFER_TOKENS = 1 << 22
@@ -182,11 +183,7 @@ class RequestMaker:
             max_tokens=most,
             ignore_eos=most == output,
             sampling=sampling,
+            salt=tenant_salt(arrival.tenant),
             priority_class=arrival.priority_class,
             tenant=arrival.tenant,
         )
-
-
-def in_order(arrivals: Iterable[Arrival]) -> Iterator[Arrival]:
-    """The arrivals, sorted by their times; of one time in the order given."""
-    return iter(sorted(arrivals, key=lambda arrival: arrival.at_us))

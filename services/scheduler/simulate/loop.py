@@ -42,24 +42,31 @@ _STEPS_PER_SAMPLE = 8
 
 
 class Engine(Protocol):
-    """What a simulation drives: the verbs of the core."""
+    """What a simulation drives: the verbs of the core, as Scheduler has them."""
 
     def attach(self, announced: WorkerSpec, now: int) -> tuple[WorkerSpec, int, Events]:
-        """See Scheduler, here and below."""
+        """Takes a worker."""
 
-    def add(self, spec: AddRequest, now: int) -> Events: ...
+    def add(self, spec: AddRequest, now: int) -> Events:
+        """Takes a request, or raises Refused."""
 
-    def abort(self, handle: int, now: int) -> Events: ...
+    def abort(self, handle: int, now: int) -> Events:
+        """Ends a request."""
 
-    def plan(self, worker_id: str, now: int) -> StepPlan | None: ...
+    def plan(self, worker_id: str, now: int) -> StepPlan | None:
+        """The worker's next step, if it may have one."""
 
-    def apply(self, worker_id: str, result: StepResult, now: int) -> Events: ...
+    def apply(self, worker_id: str, result: StepResult, now: int) -> Events:
+        """Takes the result of the worker's oldest open step."""
 
-    def expire(self, now: int) -> Events: ...
+    def expire(self, now: int) -> Events:
+        """Does what is due."""
 
-    def next_wakeup(self, now: int) -> int | None: ...
+    def next_wakeup(self, now: int) -> int | None:
+        """When `expire` has something to do."""
 
-    def loads(self) -> Loads: ...
+    def loads(self) -> Loads:
+        """Gauges and counters."""
 
 
 class Stuck(CommandError):
@@ -85,18 +92,24 @@ class Simulation:
         engine: without workers yet.
         source: of arrivals.
         model: of all workers.
+        prompts: gives their tokens; may be shared.
         workers: how many.
-        seed: of the prompts.
     """
 
     def __init__(
-        self, engine: Engine, source: Source, model: StepModel, *, workers: int = 1, seed: int = 0
+        self,
+        engine: Engine,
+        source: Source,
+        model: StepModel,
+        prompts: Prompts,
+        *,
+        workers: int = 1,
     ) -> None:
         self.engine = engine
         self.figures = Figures()
         self.now = 0
         self._source = source
-        self._requests = RequestMaker(Prompts(seed, model.max_model_len))
+        self._requests = RequestMaker(prompts)
         self._answers: list[tuple[int, int, str, Answer]] = []
         self._cancels: list[tuple[int, int, int]] = []
         self._sequence = 0
@@ -128,8 +141,8 @@ class Simulation:
         if self.figures.live:
             loads = self.engine.loads()
             raise Stuck(
-                f"the simulation is stuck at {self.now / 1e6:.3f} s: {loads.waiting} requests wait, "
-                f"{loads.running} run, and no step is open"
+                f"the simulation is stuck at {self.now / 1e6:.3f} s: {loads.waiting} requests "
+                f"wait, {loads.running} run, and no step is open"
             )
         return None
 
@@ -176,7 +189,6 @@ class Simulation:
         now, source, figures = self.now, self._source, self.figures
         while (due := source.next_at()) is not None and due <= now:
             arrival = source.take(now)
-            # In an open loop a late look at the clock does not make a request arrive later.
             handle = figures.arrive(now, _group(arrival))
             try:
                 events = self.engine.add(self._requests.make(arrival, handle), now)
@@ -220,7 +232,7 @@ class Simulation:
         place.usage.most_running = max(place.usage.most_running, load.running)
 
 
-def simulate(
+def simulate(  # noqa: PLR0913  # keywords with defaults
     arrivals: Iterable[Arrival],
     config: Config,
     model: StepModel,
@@ -246,7 +258,8 @@ def simulate(
     """
     source = OpenLoop(arrivals) if concurrency is None else ClosedLoop(arrivals, concurrency)
     engine = Scheduler(config, hashing)
-    simulation = Simulation(engine, source, model, workers=workers, seed=seed)
+    prompts = Prompts(seed, model.max_model_len)
+    simulation = Simulation(engine, source, model, prompts, workers=workers)
     simulation.run()
     return simulation.report(config.policy.value)
 

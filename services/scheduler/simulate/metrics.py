@@ -61,6 +61,13 @@ class Histogram:
         for value, times in zip(values.tolist(), counts.tolist(), strict=True):
             self.add(value, times)
 
+    def merge(self, other: "Histogram") -> None:
+        """Counts all of the other's durations too."""
+        self._counts += other._counts
+        self._sum += other._sum
+        self._most = max(self._most, other._most)
+        self.count += other.count
+
     def spread(self) -> Spread:
         """Mean and maximum are exact, the rest to half a per cent."""
         if not self.count:

@@ -108,7 +108,7 @@ class Report:
         return asdict(self)
 
 
-def report_of(  # noqa: PLR0913  # one call, all of it is needed
+def report_of(  # one call, all of it is needed
     policy: str,
     figures: Figures,
     usages: Sequence[Usage],
@@ -198,13 +198,13 @@ def group_table(report: Report) -> Table:
 def millis(value: float | None) -> str:
     """Milliseconds, or seconds from ten of them on."""
     if value is None:
-        return "–"
+        return "-"
     return f"{value / 1000:.1f} s" if value >= 10_000 else f"{value:.1f} ms"
 
 
 def percent(value: float | None) -> str:
     """A share."""
-    return "–" if value is None else f"{value:.1%}"
+    return "-" if value is None else f"{value:.1%}"
 
 
 def _lines(reports: Sequence[Report]) -> list[tuple[str, list[str]]]:

@@ -130,11 +130,13 @@ def model_from(content: Mapping[str, Any], where: str) -> StepModel:
     sources = content.get("sources") or []
     if not isinstance(sources, list) or not all(isinstance(text, str) for text in sources):
         raise InputError(f"{where}: sources: must be a list of texts")
-    times = {field: _time(content[field], f"{where}: {field}") for field in _TIMES}
-    sizes = {field: _size(content[field], f"{where}: {field}") for field in _SIZES}
-    if not any(times.values()):
+    values: dict[str, Any] = {
+        **{field: _time(content[field], f"{where}: {field}") for field in _TIMES},
+        **{field: _size(content[field], f"{where}: {field}") for field in _SIZES},
+    }
+    if not any(values[field] for field in _TIMES):
         raise InputError(f"{where}: {', '.join(_TIMES)}: one of them must be above 0")
-    return StepModel(name=content["name"], **times, **sizes, sources=tuple(sources))
+    return StepModel(name=content["name"], **values, sources=tuple(sources))
 
 
 def write_model(model: StepModel, path: Path) -> None:
