@@ -11,13 +11,16 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
 from services.chassis.errors import AlreadyExists, FailedPrecondition, Unavailable
 from services.scheduler import codec
 from services.scheduler.core.admission import token_limit
+from services.scheduler.core.config import Config
 from services.scheduler.core.plan import (
+    NO_TOKENS,
     AddRequest,
     Ended,
     EndReason,
@@ -25,7 +28,9 @@ from services.scheduler.core.plan import (
     Limits,
     LinkFault,
     Loads,
+    Pin,
     Refused,
+    Stall,
     StepPlan,
     StepResult,
     WorkerSpec,
@@ -36,6 +41,10 @@ from services.scheduler.outbox import Outbox, StreamIds
 from services.scheduler.recording import RecordingScheduler
 
 log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+Core = Scheduler | RecordingScheduler
 
 _STREAM_BITS = 32
 _STREAM_MASK = (1 << _STREAM_BITS) - 1
@@ -97,7 +106,7 @@ class EngineLoop:
         core: the state machine; owned from now on.
     """
 
-    def __init__(self, core: Scheduler | RecordingScheduler) -> None:
+    def __init__(self, core: Core) -> None:
         self._core = core
         # Bounded by what callers may have open: credits, live requests, open steps.
         self._inbox: deque[_Post] = deque()
@@ -127,7 +136,7 @@ class EngineLoop:
             self._deliver(self._core.expire(_now()))
             # A step each in turn: what one worker leaves to another is then placed before the first
             # has used up its steps in flight.
-            while any([self._execute(link) for link in self._links.values()]):
+            while any([self._execute(link) for link in list(self._links.values())]):
                 pass
             if self._core.is_idle:
                 self.idle.set()
@@ -178,11 +187,22 @@ class EngineLoop:
         """Gauges and counters."""
         return self._core.loads()
 
-    def hangs(self, timeout_us: int) -> bool:
-        """Whether every attached worker owes an answer for longer than `timeout_us`."""
-        oldest = [link.timings.oldest_open for link in self._links.values()]
-        now = _now()
-        return bool(oldest) and all(sent is not None and now - sent > timeout_us for sent in oldest)
+    def stall(self) -> Stall | None:
+        """What blocks, where work waits and nothing has moved for too long."""
+        return self._core.stall(_now())
+
+    @property
+    def config(self) -> Config:
+        """The configuration in force."""
+        return self._core.config
+
+    def pins(self) -> tuple[Pin, ...]:
+        """Prefixes that are kept cached."""
+        return self._core.pins()
+
+    def cached_hashes(self) -> bytes:
+        """The hashes of all cached blocks, back to back."""
+        return self._core.cached_hashes()
 
     def timings(self) -> dict[str, LinkTimings | None]:
         """How the links' recent steps spent their time, by worker id."""
@@ -240,11 +260,57 @@ class EngineLoop:
 
     def abort(self, handle: int) -> None:
         """Posts the end of a request by its owner."""
-        self._post(lambda _now: self._core.abort(handle))
+        self._post(lambda now: self._core.abort(handle, now))
 
     def finish(self, handle: int, kept_tokens: int) -> None:
         """Posts the end of a request whose text met a stop string."""
-        self._post(lambda _now: self._core.finish(handle, kept_tokens))
+        self._post(lambda now: self._core.finish(handle, kept_tokens, now))
+
+    # Changes at run time
+
+    async def configure(self, change: Callable[[Config], Config]) -> Config:
+        """Replaces the configuration by what `change` makes of it, and gives that.
+
+        Raises whatever `change` raises; nothing has changed then.
+        """
+
+        def act(now: int) -> tuple[Config, Events]:
+            config = change(self._core.config)
+            return config, self._core.configure(config, now)
+
+        return await self._asked(act)
+
+    async def pin(self, pin: Pin) -> int:
+        """Keeps a prefix cached; gives how many of its blocks are cached now.
+
+        Raises:
+            Refused: pins would keep too much.
+        """
+        return await self._asked(lambda now: (self._core.pin(pin, now), NO_TOKENS))
+
+    async def unpin(self, name: str) -> bool:
+        """Lets a prefix go; False: there is no pin of that name."""
+        return await self._asked(lambda now: (self._core.unpin(name, now), NO_TOKENS))
+
+    async def _asked(self, act: Callable[[int], tuple[_T, Events]]) -> _T:
+        """Posts an input that somebody waits for; gives its value, or raises its error."""
+        done: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
+
+        def answer(now: int) -> Events | None:
+            try:
+                value, events = act(now)
+            except Exception as error:  # noqa: BLE001 - it is raised where it was asked for
+                if not done.done():
+                    done.set_exception(error)
+                return None
+            if not done.done():
+                done.set_result(value)
+            return events
+
+        if self._closed:
+            raise Unavailable("the scheduler is stopping")
+        self._post(answer)
+        return await done
 
     # Workers
 
@@ -354,6 +420,10 @@ class EngineLoop:
         now = _now()
         step = self._core.plan(link.spec.worker_id, now)
         if step is None:
+            fault = self._core.broken(link.spec.worker_id)
+            if fault is not None:
+                log.error("planning for worker %s met a fault: %s", link.spec.worker_id, fault)
+                self._lose(link, "its steps cannot be planned", now)
             return False
         link.timings.sent(now)
         link.put(step)
@@ -388,6 +458,8 @@ class EngineLoop:
         outbox.put_end(stream, end)
         if end.reason is EndReason.FAILED:
             log.error("request %s failed on its worker: %s", end.request_id, end.message)
+        elif end.reason is EndReason.FAULT:
+            log.error("request %s cannot be scheduled: %s", end.request_id, end.message)
 
     def _lose(self, link: WorkerLink, reason: str, now: int) -> None:
         log.warning("worker %s lost: %s", link.spec.worker_id, reason)

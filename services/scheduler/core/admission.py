@@ -1,9 +1,87 @@
-"""What may enter: pure checks of a request against the limits of the attached workers."""
+"""What may enter: checks against the limits of the attached workers, and bounds of the queue."""
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+from services.scheduler.core.config import Config
 from services.scheduler.core.plan import AddRequest, Limits, Refusal, Refused, WorkerSpec
+
+
+@dataclass(slots=True)
+class _Count:
+    live: int = 0
+    requests: int = 0
+    tokens: int = 0
+
+
+class Backlog:
+    """Counts live requests, and those that wait for their first admission; holds them in bounds.
+
+    Preempted and requeued requests were admitted once, so nothing is ever refused to them.
+
+    Args:
+        config: the bounds.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self._all = _Count()
+        self._by_tenant: dict[str, _Count] = {}
+
+    @property
+    def tokens(self) -> int:
+        """Prompt tokens of requests that wait for their first admission."""
+        return self._all.tokens
+
+    def tenants(self, most: int) -> list[tuple[str, int, int]]:
+        """The tenants with most live requests: name, live requests, those never admitted."""
+        counts = sorted(self._by_tenant.items(), key=lambda item: (-item[1].live, item[0]))
+        return [(name, count.live, count.requests) for name, count in counts[:most]]
+
+    def refusal(self, spec: AddRequest) -> Refusal | None:
+        """The bound that the request would break, without a time to try again; None: none."""
+        config = self.config
+        policy = dict(config.tenants).get(spec.tenant, config.other_tenants)
+        own, size = self._by_tenant.get(spec.tenant, _Count()), int(spec.prompt.size)
+        bounds = (
+            ("TENANT_LIVE", policy.max_live_requests, own.live + 1),
+            ("TENANT_REQUESTS", policy.max_queued_requests, own.requests + 1),
+            ("TENANT_TOKENS", policy.max_queued_tokens, own.tokens + size),
+            ("QUEUE_REQUESTS", config.max_queued_requests, self._all.requests + 1),
+            ("QUEUE_TOKENS", config.max_queued_tokens, self._all.tokens + size),
+        )
+        for reason, most, count in bounds:
+            if most is not None and count > most:
+                of_tenant = reason.startswith("TENANT")
+                field = "request.scheduling.tenant" if of_tenant else "request"
+                return Refusal(field=field, reason=reason, limit=most, got=count)
+        return None
+
+    def accepted(self, spec: AddRequest) -> None:
+        """Counts a request that waits for its first admission."""
+        own = self._by_tenant.setdefault(spec.tenant, _Count())
+        own.live += 1
+        self._all.live += 1
+        self._queue(spec, 1)
+
+    def admitted(self, spec: AddRequest) -> None:
+        """A request had its first admission."""
+        self._queue(spec, -1)
+
+    def ended(self, spec: AddRequest, *, fresh: bool) -> None:
+        """Counts out a request; `fresh`: it was never admitted."""
+        if fresh:
+            self._queue(spec, -1)
+        own = self._by_tenant[spec.tenant]
+        own.live -= 1
+        self._all.live -= 1
+        if not own.live:
+            del self._by_tenant[spec.tenant]
+
+    def _queue(self, spec: AddRequest, sign: int) -> None:
+        for count in (self._all, self._by_tenant[spec.tenant]):
+            count.requests += sign
+            count.tokens += sign * int(spec.prompt.size)
 
 
 def limits_of(specs: list[WorkerSpec], prefix_hash: str) -> Limits | None:

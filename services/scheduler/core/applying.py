@@ -27,6 +27,9 @@ from services.scheduler.core.worker_state import OpenStep, WorkerState
 EndRequest = Callable[[Request, EndReason], Ended]
 """Ends a live request and makes its terminal event."""
 
+FirstToken = Callable[[Request], None]
+"""Told that a request has its first token."""
+
 
 def close_step(worker: WorkerState, result: StepResult) -> OpenStep:
     """Takes the oldest open step off the worker: its slots and pending hashes are free again.
@@ -70,6 +73,7 @@ class Application:
         result: matches the step.
         counters: counted up.
         end: ends a live request.
+        first_token: told of first tokens.
     """
 
     def __init__(
@@ -78,17 +82,33 @@ class Application:
         step: OpenStep,
         result: StepResult,
         counters: Counters,
+        *,
         end: EndRequest,
+        first_token: FirstToken,
     ) -> None:
         self._worker = worker
         self._step = step
         self._result = result
         self._counters = counters
         self._end = end
+        self._first_token = first_token
+        self._faulty: list[tuple[Request, str]] = []
         self._failed = {failure.slot: failure.message for failure in result.failures}
 
     def events(self) -> Events:
         """Applies the result."""
+        events = self._apply()
+        if not self._faulty:
+            return events
+        self._counters.isolated_faults += len(self._faulty)
+        faults = [
+            replace(self._end(request, EndReason.FAULT), message=message)
+            for request, message in self._faulty
+            if request.status is not Status.ENDED
+        ]
+        return replace(events, ended=(*events.ended, *faults))
+
+    def _apply(self) -> Events:
         worker, step, tokens = self._worker, self._step, self._result.token_ids
         live = worker.rows.generation[step.slots] == step.generations
         if not self._failed and live.all():
@@ -118,8 +138,10 @@ class Application:
         size = worker.spec.block_size
         beyond = computed - worker.rows.registered[slots] * size
         full = (beyond >= size).nonzero()[0]
-        for slot, tokens in zip(slots[full].tolist(), computed[full].tolist(), strict=True):
-            worker.register_filled(slot, tokens)
+        if full.size:
+            filled, upto = slots[full].tolist(), computed[full].tolist()
+            for slot, message in worker.register_filled(filled, upto):
+                self._faulty.append((worker.rows.request(slot), message))
 
     def _append(self, slots: IntArray, tokens: TokenArray) -> Events:
         """Appends one token to each of these running rows; ends those that are complete."""
@@ -129,6 +151,8 @@ class Application:
         known = known + 1
         rows.known[slots] = known
         handles = rows.handle[slots]
+        for place in (known == rows.prompt_len[slots] + 1).nonzero()[0].tolist():
+            self._first_token(rows.request(int(slots[place])))
         self._counters.generation_tokens += slots.size
         stopped = self._worker.is_eos[tokens] & ~rows.ignore_eos[slots]
         if rows.stops.size:
@@ -167,6 +191,8 @@ class Application:
                 ended.append(self._fail(request, slot))
                 continue
             token = int(result.token_ids[places[row]])
+            if not request.output:
+                self._first_token(request)
             request.output.append(token)
             handles.append(request.spec.handle)
             tokens.append(token)

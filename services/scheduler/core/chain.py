@@ -54,6 +54,10 @@ class Chain:
         """Forgets all."""
         self._digests.clear()
 
+    def between(self, first: int, end: int) -> bytes:
+        """The digests of blocks `first` to `end` - 1 back to back."""
+        return bytes(self._digests[first * DIGEST_BYTES : end * DIGEST_BYTES])
+
     def leading(self, count: int) -> bytes:
         """The first `count` digests back to back, or all there are."""
         return bytes(self._digests[: count * DIGEST_BYTES])

@@ -55,7 +55,7 @@ def _has_seat(worker: WorkerState, request: Request) -> bool:
     assert request.limit is not None
     return (
         fits(request.limit, worker.spec)
-        and worker.rows.order.size < worker.spec.max_num_seqs
+        and worker.rows.order.size < worker.seat_cap
         and worker.rows.has_free_slot
     )
 

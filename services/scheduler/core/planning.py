@@ -1,342 +1,530 @@
-"""The making of one step: decodes first, then admitted prefills, then waiting requests.
+"""The making of one step: seats for the more important, decodes, then prefills and admissions.
 
 There is no prefill phase and no decode phase: each request has `computed` chasing `length`, and a
 step is a map request -> tokens whose sum stays within the token budget (the unified budget of the
-vLLM V1 scheduler). Owns a step while it is drafted; the caller owns queues and workers.
+vLLM V1 scheduler). Rows that want one token come first; what is left goes to prefills, those of
+running and of waiting requests in one order of importance, cut so that the step stays below the
+time between tokens that its decodes are to have.
 """
 
 import enum
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from services.scheduler.core.admission import fits
-from services.scheduler.core.config import Config
-from services.scheduler.core.order import WaitingQueue, victim_for
+from services.scheduler.core.admission import Backlog, fits
+from services.scheduler.core.config import Config, Policy
+from services.scheduler.core.draft import NO_INTS, Draft
+from services.scheduler.core.order import OUTPUT_COST, WaitingQueue
 from services.scheduler.core.placement import belongs_elsewhere
-from services.scheduler.core.plan import Counters, IntArray, Mask, NewRow, StepPlan
+from services.scheduler.core.plan import Counters, IntArray, StepPlan
+from services.scheduler.core.queue_model import QueueModel
 from services.scheduler.core.request import Request, Status
-from services.scheduler.core.worker_state import OpenStep, WorkerState
+from services.scheduler.core.rows import NO_TARGET
+from services.scheduler.core.step_time import StepShape
+from services.scheduler.core.worker_state import WorkerState
+from services.scheduler.core.yielding import (
+    below,
+    cheapest_first,
+    later,
+    standing,
+    standing_of,
+)
 
 _MAX_PASSED_OVER = 256
 """Waiting requests looked at and left in one step; bounds the time of `plan`."""
 
-_NO_INTS: IntArray = np.empty(0, np.int64)
+_MAX_DISPLACING = 8
+"""Waiting requests that displace running ones in one step; bounds the time of `plan`."""
 
 
 class _Verdict(enum.Enum):
     ADMITTED = enum.auto()
     PASS_OVER = enum.auto()
-    STOP = enum.auto()
+    BLOCKED = enum.auto()
+    """It is next and does not fit in: no less important one may take its room."""
 
 
-class Draft:
-    """One step of one worker while it is being planned.
+@dataclass(frozen=True, slots=True)
+class _Prospect:
+    """What the admission of a waiting request would take.
 
     Args:
-        worker: whose step; its rows and pool change as the draft grows.
-        others: the other attached workers, which may be the better place for a request.
-        waiting: the global queue; preempted requests go back to it, admitted ones leave it.
-        config: chunk size and caps.
-        counters: counted up.
+        hits: int64 [n], its cached prefix.
+        partial: a block whose first tokens are the next ones, and how many those are.
+        computed: tokens that need not be computed.
+        ahead: blocks it needs besides `hits` until it has one block's worth of output.
+        idle_hits: blocks of `hits` that nobody holds.
     """
 
-    def __init__(
-        self,
-        worker: WorkerState,
-        others: Sequence[WorkerState],
-        waiting: WaitingQueue,
-        config: Config,
-        counters: Counters,
-    ) -> None:
+    hits: IntArray
+    partial: tuple[int, int] | None
+    computed: int
+    ahead: int
+    idle_hits: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What a step is planned in, beside its worker. `waiting`, `backlog` and the counts change."""
+
+    others: Sequence[WorkerState]
+    waiting: WaitingQueue
+    backlog: Backlog
+    queue_model: QueueModel
+    config: Config
+    counters: Counters
+    now: int
+
+
+class Planner:
+    """Plans one step of one worker.
+
+    Args:
+        worker: whose step; its rows and pool change as the step grows.
+        around: see Surroundings.
+    """
+
+    def __init__(self, worker: WorkerState, around: Surroundings) -> None:
         self._worker = worker
-        self._others = others
-        self._waiting = waiting
-        self._config = config
-        self._counters = counters
-        self._budget = worker.spec.max_num_batched_tokens
-        self._slots: list[IntArray] = []
-        self._tokens: list[IntArray] = []
-        self._num_blocks: list[IntArray] = []
-        self._block_ids: list[IntArray] = []
-        self._new_rows: list[NewRow] = []
-        self._pending: list[bytes] = []
-        self._preempted = False
+        self._around = around
+        self._waiting = around.waiting
+        self._config = around.config
+        self._draft = Draft(worker)
+        self._budget = worker.token_budget
+        self._prefill_left = self._budget
+        self._chunk_size = self._config.prefill_chunk_size
+        self._first: list[Request] = []
+        """Waiting requests for which others gave way."""
+        self._promised_blocks = 0
+        """What they need."""
+        self._room: int | None = None
+        """Blocks beyond what running requests need next; None: not known."""
+        self._short = False
+        """Memory was short, so that nobody else is let in."""
+        self.current: Request | None = None
+        """The request that is being looked at."""
+        self.faulty: list[tuple[Request, str]] = []
+        """Queued requests whose data cannot be scheduled, and why."""
 
     def make(self) -> StepPlan | None:
         """The step, or None where there is nothing to compute and nothing to release."""
-        self._schedule_running()
-        if len(self._waiting) and not self._preempted:
-            self._admit_waiting()
-        if not self._slots and not self._worker.released:
-            return None
-        return self._seal()
+        if len(self._waiting) and self._waiting.is_shared:
+            self._displace()
+        prefilling = self._decode()
+        self._prefill(prefilling)
+        return self._draft.seal(self._config, self._around.counters)
 
     # Running requests
 
-    def _schedule_running(self) -> None:
+    def _decode(self) -> IntArray:
+        """Schedules all rows that want one token; returns those that want more."""
         rows = self._worker.rows
         order = rows.order
         if not order.size:
-            return
+            return NO_INTS
         length = rows.length[order]
         want = length - rows.computed[order]
         # The last token a request may have is being sampled: nothing is left to compute.
         want *= length < rows.limit[order]
         steady = order[want == 1]
-        slots, tokens = steady, self._worker.ones[: steady.size]
-        self._budget -= steady.size
-        if steady.size < np.count_nonzero(want):
-            chunked, chunks = self._chunks(order[want > 1], want[want > 1])
-            slots = np.concatenate([slots, chunked])
-            tokens = np.concatenate([tokens, chunks])
-        if not slots.size:
+        prefilling = order[want > 1] if steady.size < np.count_nonzero(want) else NO_INTS
+        # The budget may have been lowered below what runs already.
+        slots = steady[: self._budget]
+        self._budget -= slots.size
+        if slots.size:
+            self._schedule_decodes(slots)
+        self._prefill_left = self._budget
+        if prefilling.size or len(self._waiting):
+            self._bound_prefills(slots)
+        return prefilling
+
+    def _schedule_decodes(self, slots: IntArray) -> None:
+        worker, rows = self._worker, self._worker.rows
+        tokens = worker.ones[: slots.size]
+        owners = (rows.computed[slots] == rows.num_blocks[slots] * worker.spec.block_size).nonzero()
+        takers = slots[owners]
+        if not takers.size:
+            self._draft.record(slots, tokens, worker.zeros[: slots.size], NO_INTS)
             return
-        held = rows.num_blocks[slots]
-        missing = rows.computed[slots] + tokens - held * self._worker.spec.block_size
-        owners = (missing > 0).nonzero()[0]
-        if not owners.size:
-            self._record(slots, tokens, self._worker.zeros[: slots.size], _NO_INTS)
+        if takers.size > worker.pool.available:
+            for slot in takers.tolist():
+                if self._continue(slot, 1):
+                    self._charge_output(slot)
+            rest = np.setdiff1d(slots, takers, assume_unique=True)
+            self._draft.record(rest, worker.ones[: rest.size], worker.zeros[: rest.size], NO_INTS)
             return
+        blocks = worker.pool.allocate(takers.size)
+        rows.blocks[takers, rows.num_blocks[takers]] = blocks
+        rows.num_blocks[takers] += 1
         needed = np.zeros(slots.size, np.int64)
-        needed[owners] = -(-missing[owners] // self._worker.spec.block_size)
-        if int(needed.sum()) > self._worker.pool.available:
-            self._append_preempting(slots.tolist(), tokens.tolist())
-        else:
-            self._append(slots, tokens, needed, owners)
+        needed[owners] = 1
+        self._draft.record(slots, tokens, needed, blocks)
+        for slot in takers.tolist() if self._waiting.is_shared else ():
+            self._charge_output(slot)
 
-    def _chunks(self, slots: IntArray, want: IntArray) -> tuple[IntArray, IntArray]:
-        taken: list[int] = []
-        for tokens in want.tolist():
-            chunk = min(tokens, self._config.prefill_chunk_size, self._budget)
-            if not chunk:
-                break
-            self._budget -= chunk
-            taken.append(chunk)
-        return slots[: len(taken)], np.array(taken, np.int64)
+    def _charge_output(self, slot: int) -> None:
+        """Charges a running request for the block of output tokens that begins."""
+        request = self._worker.rows.request(slot)
+        self._waiting.charge(request, OUTPUT_COST * self._worker.spec.block_size)
 
-    def _append(
-        self, slots: IntArray, tokens: IntArray, needed: IntArray, owners: IntArray
-    ) -> None:
-        rows = self._worker.rows
-        blocks = self._worker.pool.allocate(int(needed.sum()))
-        if blocks.size == owners.size:
-            takers = slots[owners]
-            rows.blocks[takers, rows.num_blocks[takers]] = blocks
-            rows.num_blocks[takers] += 1
-        else:
-            ends = np.cumsum(needed)
-            for row in owners.tolist():
-                rows.append_blocks(int(slots[row]), blocks[ends[row] - needed[row] : ends[row]])
-        self._record(slots, tokens, needed, blocks)
+    def _continue(self, slot: int, tokens: int) -> int:
+        """Schedules `tokens` tokens of a running request, or as many as there are blocks for.
 
-    def _append_preempting(self, slots: list[int], tokens: list[int]) -> None:
-        """Gives rows their blocks in turn, taking them from the latest arrivals."""
+        Where there is none, less important requests give way, else this one. Returns how many.
+        """
+        worker, rows = self._worker, self._worker.rows
+        if self._draft.has_dropped(slot):
+            return 0
+        self.current = rows.request(slot)
+        size = worker.spec.block_size
+        computed, held = int(rows.computed[slot]), int(rows.num_blocks[slot])
+        room = (held + worker.pool.available) * size - computed
+        if room < 1 and not self._make_room(slot):
+            return 0
+        tokens = min(tokens, (held + worker.pool.available) * size - computed)
+        blocks = worker.pool.allocate(-(-(computed + tokens) // size) - held)
+        rows.append_blocks(slot, blocks)
+        self._draft.record(
+            np.array([slot], np.int64),
+            np.array([tokens], np.int64),
+            np.array([blocks.size], np.int64),
+            blocks,
+        )
+        self._room = None
+        return tokens
+
+    def _make_room(self, slot: int) -> bool:
+        """Frees at least one block for a running request; False: it gave way itself."""
         worker = self._worker
-        taken: dict[int, tuple[int, IntArray]] = {}
-        gone: set[int] = set()
-        for slot, chunk in zip(slots, tokens, strict=True):
-            if slot in gone:
-                self._budget += chunk
-                continue
-            target = int(worker.rows.computed[slot]) + chunk
-            needed = -(-target // worker.spec.block_size) - int(worker.rows.num_blocks[slot])
-            while slot not in gone and needed > worker.pool.available:
-                victim = victim_for(slot, worker.rows.order, worker.rows.arrival)
-                gone.add(victim)
-                if victim in taken:
-                    self._budget += taken.pop(victim)[0]
-                self._preempt(victim)
-            if slot in gone:
-                self._budget += chunk
-                continue
-            blocks = worker.pool.allocate(needed)
-            worker.rows.append_blocks(slot, blocks)
-            taken[slot] = (chunk, blocks)
-        if taken:
-            self._record(
-                np.array(list(taken), np.int64),
-                np.array([chunk for chunk, _ in taken.values()], np.int64),
-                np.array([blocks.size for _, blocks in taken.values()], np.int64),
-                np.concatenate([blocks for _, blocks in taken.values()]),
-            )
+        while worker.pool.available < 1:
+            self._short = True
+            standings = standing(worker, self._waiting, self._config, self._around.now)
+            places = later(standings, worker, slot)
+            places = places[~np.isin(standings.slots[places], self._draft.new_slots)]
+            if places.size:
+                self._preempt(cheapest_first(standings, places, worker)[0])
+            elif worker.rows.order.size > 1 or not worker.pool.yield_pins(1):
+                self._preempt(slot)
+                return False
+        return True
 
     def _preempt(self, slot: int) -> None:
-        self._preempted = True
-        self._counters.preemptions += 1
-        self._waiting.push(self._worker.requeue(slot))
+        self._draft.drop(slot)
+        self._room = None
+        self._around.counters.preemptions += 1
+        request = self._worker.requeue(slot)
+        request.preemptions += 1
+        self._waiting.push(request)
+
+    # Prefills, of running and of waiting requests
+
+    def _bound_prefills(self, decodes: IntArray) -> None:
+        """Cuts the prefill share of the step to what the decodes' target leaves."""
+        worker, rows, config = self._worker, self._worker.rows, self._config
+        if not decodes.size:
+            return
+        target = min(config.tpot_target_us or NO_TARGET, int(rows.tpot_target_us[decodes].min()))
+        if target == NO_TARGET:
+            return
+        shape = StepShape(
+            tokens=decodes.size,
+            rows=decodes.size,
+            context=int(rows.computed[decodes].sum()) + decodes.size,
+        )
+        most = worker.step_time.tokens_within(target, shape, self._longest_prefill())
+        if most is None:
+            most = config.prefill_chunk_size
+        else:
+            self._chunk_size = self._budget
+        # One block in each step at least, so that new prompts are never shut out.
+        self._prefill_left = min(self._budget, max(most, worker.spec.block_size))
+
+    def _longest_prefill(self) -> int:
+        """Tokens computed of the running prefill that has got furthest."""
+        rows = self._worker.rows
+        unfinished = rows.computed[rows.order] < rows.length[rows.order] - 1
+        computed = rows.computed[rows.order][unfinished]
+        return int(computed.max()) if computed.size else 0
+
+    def _prefill(self, prefilling: IntArray) -> None:
+        for request in self._first:
+            if not self._admit(request):
+                self._waiting.push(request)
+        running = self._by_importance(prefilling)
+        self._grant_shares(running)
+        for slot, rank, level in running:
+            if self._waiting.is_shared:
+                self._admit_above(rank, level)
+            if self._prefill_left < 1:
+                break
+            self._continue_prefill(slot, self._prefill_left)
+        if len(self._waiting):
+            self._admit_waiting()
+
+    def _continue_prefill(self, slot: int, most: int) -> None:
+        if self._draft.has_row(slot):
+            return
+        want = int(self._worker.rows.length[slot] - self._worker.rows.computed[slot])
+        self._prefill_left -= self._continue(slot, min(want, self._chunk_size, most))
+
+    def _grant_shares(self, running: list[tuple[int, int, int]]) -> None:
+        """Gives the first prefill of each class but the most important its class's share.
+
+        What is left goes by importance, so that a class moves on while better ones have work.
+        """
+        if len({rank for _, rank, _ in running}) < 2 or self._config.policy is not Policy.FAIR:
+            return
+        firsts: dict[int, tuple[int, int]] = {}
+        for slot, aged_rank, _ in running:
+            own = self._worker.rows.rank.item(slot)
+            firsts.setdefault(own, (slot, aged_rank))
+        weights = {rank: self._waiting.classes[rank].weight for rank in firsts}
+        total, best = sum(weights.values()), running[0][1]
+        left = self._prefill_left
+        for rank, (slot, aged_rank) in sorted(firsts.items()):
+            if aged_rank > best:
+                self._continue_prefill(slot, max(1, left * weights[rank] // total))
+
+    def _by_importance(self, prefilling: IntArray) -> list[tuple[int, int, int]]:
+        """Running prefills with rank and level, the most important first.
+
+        The level counts prefills of the same tenant, so that tenants take turns.
+        """
+        waiting, now = self._waiting, self._around.now
+        requests = [self._worker.rows.request(slot) for slot in prefilling.tolist()]
+        requests.sort(key=lambda request: (request.due, request.arrival))
+        if not waiting.is_shared or self._config.policy is Policy.FCFS:
+            return [(request.slot, 0, 0) for request in requests]
+        levels: dict[int, int] = {}
+        found: list[tuple[int, int, int]] = []
+        for request in requests:
+            level = levels.get(request.flow, 0)
+            if self._config.policy is Policy.FAIR:
+                step = 1_000_000 // waiting.flow(request.flow).weight
+                levels[request.flow] = level + step
+            found.append((request.slot, waiting.aged_rank(request, now), level))
+        return sorted(found, key=lambda entry: entry[1:])
 
     # Waiting requests
 
+    def _admit_above(self, rank: int, level: int) -> None:
+        """Lets waiting requests in that are strictly more important than a running prefill."""
+        for head in self._waiting.heads():
+            if not self._has_seat():
+                return
+            request: Request | None = head
+            while request is not None and self._stands_above(request, rank, level):
+                self._waiting.remove(request)
+                if not self._admit(request):
+                    self._waiting.push(request)
+                    break
+                request = next(
+                    (one for one in self._waiting.heads() if one.rank == head.rank), None
+                )
+
+    def _stands_above(self, request: Request, rank: int, level: int) -> bool:
+        own = standing_of(request, self._worker, self._waiting, self._config, self._around.now)
+        return own < (rank, level)
+
+    def _has_seat(self) -> bool:
+        rows = self._worker.rows
+        return (
+            not self._short
+            and self._prefill_left > 0
+            and rows.order.size < self._worker.seat_cap
+            and rows.has_free_slot
+        )
+
+    def _admit(self, request: Request) -> bool:
+        """Admits a request that was taken out of the queue, if it can be now."""
+        return self._has_seat() and self._try_admit(request) is _Verdict.ADMITTED
+
     def _admit_waiting(self) -> None:
-        worker = self._worker
         left: list[Request] = []
-        room = worker.room_beyond_running()
-        while (
-            self._budget > 0
-            and worker.rows.order.size < worker.spec.max_num_seqs
-            and worker.rows.has_free_slot
-            and len(left) < _MAX_PASSED_OVER
-        ):
-            request = self._waiting.pop()
+        below_rank: int | None = None
+        while self._has_seat() and len(left) < _MAX_PASSED_OVER:
+            request = self._waiting.pop(self._around.now, below_rank)
             if request is None:
                 break
-            verdict, room = self._try_admit(request, room)
+            verdict = self._try_admit(request)
             if verdict is not _Verdict.ADMITTED:
                 left.append(request)
-            if verdict is _Verdict.STOP:
-                break
+            if verdict is _Verdict.BLOCKED:
+                below_rank = request.rank
         self._waiting.push_back(left)
 
-    def _try_admit(self, request: Request, room: int) -> tuple[_Verdict, int]:
-        worker, rows, pool = self._worker, self._worker.rows, self._worker.pool
-        size = worker.spec.block_size
+    def _try_admit(self, request: Request) -> _Verdict:
+        worker, pool, size = self._worker, self._worker.pool, self._worker.spec.block_size
+        if not self._may_enter(request):
+            return _Verdict.PASS_OVER
+        total = request.num_tokens
+        carried = self._draft.carried_tokens
+        if carried and carried + total > self._config.max_new_tokens_per_step:
+            return _Verdict.BLOCKED
+        prospect = self._assess(request)
+        if prospect is None:
+            return _Verdict.PASS_OVER
+        computed, hits = prospect.computed, prospect.hits
+        alone = not worker.rows.order.size
+        # A gate, not a reservation. A lone request needs none: it fits the whole pool.
+        if not alone and prospect.ahead + prospect.idle_hits > self._room_beyond_running():
+            return _Verdict.BLOCKED
+        others = self._around.others
+        if others and belongs_elsewhere(request, computed, worker, others):
+            return _Verdict.PASS_OVER
+        chunk = min(total - computed, self._chunk_size, self._prefill_left)
+        needed = -(-(computed + chunk) // size) - hits.size
+        short = needed + prospect.idle_hits - pool.available
+        if prospect.partial is not None:
+            # Its source is held for a moment.
+            short += pool.unreferenced(np.array([prospect.partial[0]], np.int64))
+        if short > 0 and pool.yield_pins(short) < short:
+            return _Verdict.BLOCKED
+        self._seat(request, prospect, chunk, needed)
+        return _Verdict.ADMITTED
+
+    def _room_beyond_running(self) -> int:
+        if self._room is None:
+            self._room = self._worker.room_beyond_running()
+        return self._room
+
+    def _may_enter(self, request: Request) -> bool:
+        self.current = request
         assert request.limit is not None
         # Tokens of a preempted request that are still being sampled must come home first.
-        if request.in_flight or not fits(request.limit, worker.spec):
-            return _Verdict.PASS_OVER, room
+        return not request.in_flight and fits(request.limit, self._worker.spec)
+
+    def _assess(self, request: Request) -> _Prospect | None:
+        """What its admission would take; None while an open step fills its next block.
+
+        A request whose data cannot be looked up is noted in `faulty`.
+        """
+        try:
+            return self._prospect(request)
+        except Exception as error:  # noqa: BLE001 - one request's fault must not end the step
+            self.faulty.append((request, repr(error)))
+            return None
+
+    def _prospect(self, request: Request) -> _Prospect | None:
+        worker, size = self._worker, self._worker.spec.block_size
+        assert request.limit is not None
         total = request.num_tokens
-        carried = sum(row.token_ids.size for row in self._new_rows)
-        if self._new_rows and carried + total > self._config.max_new_tokens_per_step:
-            return _Verdict.STOP, room
-        hits, pending = self._lookup(request, total)
-        if pending:
-            return _Verdict.PASS_OVER, room
-        computed = int(hits.size) * size
-        chunk = min(total - computed, self._config.prefill_chunk_size, self._budget)
-        idle_hits = pool.unreferenced(hits)
+        hits, partial = NO_INTS, None
+        if worker.caches_prefixes:
+            if len(request.chain) < total // size:
+                worker.extend_hashes(request, request.token_ids())
+            if request.spec.read_prefix_cache:
+                # At least one token is computed, for there must be something to sample from.
+                most = (total - 1) // size
+                hits = worker.pool.match(request.chain, most)
+                if hits.size < most and request.chain[hits.size] in worker.pending:
+                    return None
+                if self._config.partial_block_reuse:
+                    partial = self._partial_hit(request, hits.size, total)
+        computed = hits.size * size + (partial[1] if partial else 0)
         ahead = -(-min(total + size, request.limit - 1) // size) - hits.size
-        # A gate, not a reservation. A lone request needs none: it fits the whole pool.
-        if rows.order.size and ahead + idle_hits > room:
-            return _Verdict.STOP, room
-        if self._others and belongs_elsewhere(request, computed, worker, self._others):
-            return _Verdict.PASS_OVER, room
-        pool.hold(hits)
-        blocks = pool.allocate(-(-(computed + chunk) // size) - hits.size)
-        self._seat(request, hits, blocks, chunk)
-        return _Verdict.ADMITTED, room - ahead - idle_hits
+        idle_hits = worker.pool.unreferenced(hits)
+        return _Prospect(hits, partial, int(computed), int(ahead), idle_hits)
 
-    def _lookup(self, request: Request, total: int) -> tuple[IntArray, bool]:
-        """The cached prefix, and whether an open step is filling the block after it."""
-        worker = self._worker
-        if not worker.caches_prefixes:
-            return _NO_INTS, False
-        if len(request.chain) < total // worker.spec.block_size:
-            worker.extend_hashes(request, request.token_ids())
-        # At least one token is computed, for there must be something to sample from.
-        most = (total - 1) // worker.spec.block_size
-        hits = worker.pool.match(request.chain, most)
-        return hits, hits.size < most and request.chain[hits.size] in worker.pending
+    def _partial_hit(self, request: Request, hits: int, total: int) -> tuple[int, int] | None:
+        worker, size = self._worker, self._worker.spec.block_size
+        parent = request.chain[hits - 1] if hits else worker.root(request)
+        tokens = request.token_ids()[hits * size : min(hits * size + size, total - 1)]
+        return worker.pool.partial_match(parent, tokens)
 
-    def _seat(self, request: Request, hits: IntArray, blocks: IntArray, chunk: int) -> None:
-        worker, counters = self._worker, self._counters
+    def _seat(self, request: Request, prospect: _Prospect, chunk: int, needed: int) -> None:
+        worker, counters = self._worker, self._around.counters
+        hits, computed = prospect.hits, prospect.computed
+        size = worker.spec.block_size
+        worker.pool.hold(hits)
+        source = prospect.partial[0] if prospect.partial else None
+        if source is not None:
+            # Held until its copy has a place, so that it is not given out in this very step.
+            worker.pool.hold(np.array([source], np.int64))
+        blocks = worker.pool.allocate(needed)
+        if source is not None:
+            worker.pool.release(np.array([source], np.int64))
+            self._draft.copy(source, int(blocks[0]))
+            counters.partial_hit_tokens += computed - hits.size * size
         tokens = request.token_ids()
-        computed = int(hits.size) * worker.spec.block_size
         slot = worker.rows.occupy(request, tokens, hits, computed)
         worker.rows.append_blocks(slot, blocks)
+        if request.is_fresh:
+            self._around.backlog.admitted(request.spec)
+            self._around.queue_model.admitted(request.prompt_len, self._around.now)
+            request.cached_tokens = min(computed, request.prompt_len)
         request.status = Status.RUNNING
         request.deferrals = 0
         request.worker_id, request.slot = worker.spec.worker_id, slot
-        if request.cached_tokens is None:
-            request.cached_tokens = min(computed, request.prompt_len)
-        if worker.caches_prefixes:
+        if worker.caches_prefixes and request.spec.read_prefix_cache:
             counters.prefix_query_tokens += tokens.size
             counters.prefix_hit_tokens += computed
-        counters.recomputed_tokens += max(0, request.computed_once - computed)
-        self._budget -= chunk
-        self._new_rows.append(
-            NewRow(
-                slot=slot,
-                token_ids=tokens,
-                prompt_len=request.prompt_len,
-                num_computed=computed,
-                sampling=request.spec.sampling,
-                traceparent=request.spec.traceparent,
-            )
-        )
-        self._record(
+        recomputed = max(0, request.computed_once - computed)
+        request.recomputed += recomputed
+        counters.recomputed_tokens += recomputed
+        self._waiting.admitted(request, tokens.size - computed + OUTPUT_COST * size)
+        self._prefill_left -= chunk
+        if self._room is not None:
+            self._room -= prospect.ahead + prospect.idle_hits
+        self._draft.carry(slot, request, computed)
+        self._draft.record(
             np.array([slot], np.int64),
             np.array([chunk], np.int64),
             np.array([hits.size + blocks.size], np.int64),
             np.concatenate([hits, blocks]),
         )
 
-    # The finished step
+    # Displacement
 
-    def _record(
-        self, slots: IntArray, tokens: IntArray, num_blocks: IntArray, block_ids: IntArray
-    ) -> None:
-        self._slots.append(slots)
-        self._tokens.append(tokens)
-        self._num_blocks.append(num_blocks)
-        self._block_ids.append(block_ids)
-        if self._worker.caches_prefixes:
-            for row in (tokens > 1).nonzero()[0].tolist():
-                self._mark_pending(int(slots[row]), int(tokens[row]))
+    def _displace(self) -> None:
+        """Has running requests give way to waiting ones that are strictly more important."""
+        if self._config.policy is Policy.FCFS or not self._worker.rows.order.size:
+            return
+        blocked: set[int] = set()
+        while len(self._first) < _MAX_DISPLACING:
+            for head in self._waiting.heads():
+                if head.rank not in blocked and self._displace_for(head):
+                    break
+                blocked.add(head.rank)
+            else:
+                return
 
-    def _mark_pending(self, slot: int, tokens: int) -> None:
-        """Notes which known blocks this step fills, so that equal requests wait for them."""
-        worker = self._worker
-        request = worker.rows.request(slot)
-        size = worker.spec.block_size
-        before = int(worker.rows.computed[slot])
-        known = min((before + tokens) // size, len(request.chain))
-        for block in range(before // size, known):
-            digest = request.chain[block]
-            worker.pending[digest] = worker.pending.get(digest, 0) + 1
-            self._pending.append(digest)
-
-    def _seal(self) -> StepPlan:
-        worker, rows = self._worker, self._worker.rows
-        slots, tokens = _joined(self._slots), _joined(self._tokens)
-        before = rows.computed[slots]
-        computed = before + tokens
-        samples = computed == rows.length[slots]
-        rows.computed[slots] = computed
-        rows.length[slots] += samples
-        released = np.array(worker.released, np.int64)
-        worker.released.clear()
-        self._count(slots, before, computed, samples)
-        step = OpenStep(
-            step_id=worker.next_step_id,
-            slots=slots,
-            generations=rows.generation[slots],
-            samples=samples,
-            computed=computed,
-            num_tokens=int(tokens.sum()),
-            released=released,
-            pending=tuple(self._pending),
-        )
-        worker.open.append(step)
-        worker.next_step_id += 1
-        return StepPlan(
-            epoch=worker.epoch,
-            step_id=step.step_id,
-            released_slots=released,
-            new_rows=tuple(self._new_rows),
-            slots=slots,
-            num_tokens=tokens,
-            num_new_blocks=_joined(self._num_blocks),
-            new_block_ids=_joined(self._block_ids),
-            copied_from=_NO_INTS,
-            copied_to=_NO_INTS,
-            block_table_digest=(
-                worker.block_table_digest() if self._config.check_block_tables else None
-            ),
-        )
-
-    def _count(self, slots: IntArray, before: IntArray, computed: IntArray, samples: Mask) -> None:
-        counters, prompt_len = self._counters, self._worker.rows.prompt_len[slots]
-        counters.steps += 1
-        prefills = before < prompt_len
-        if prefills.any():
-            counters.mixed_steps += int(not prefills.all())
-            counters.chunked_prefills += int(np.count_nonzero(~samples))
-            in_prompt = np.minimum(computed, prompt_len)[prefills] - before[prefills]
-            counters.prompt_tokens += int(in_prompt.sum())
-
-
-def _joined(parts: list[IntArray]) -> IntArray:
-    if len(parts) == 1:
-        return parts[0]
-    return np.concatenate(parts) if parts else _NO_INTS
+    def _displace_for(self, head: Request) -> bool:
+        """Takes a seat, and the blocks it needs, for the head of a class. False: none are to be."""
+        worker, rows, now = self._worker, self._worker.rows, self._around.now
+        promised = len(self._first)
+        if not self._may_enter(head) or rows.num_free_slots <= promised:
+            return False
+        rank, level = standing_of(head, worker, self._waiting, self._config, now)
+        standings = standing(worker, self._waiting, self._config, now)
+        places = below(standings, rank, level)
+        if not places.size:
+            return False
+        prospect = self._assess(head)
+        if prospect is None:
+            return False
+        lacks_seat = rows.order.size + promised >= worker.seat_cap
+        needed = prospect.ahead + prospect.idle_hits
+        lacking = needed + self._promised_blocks - self._room_beyond_running()
+        if not lacks_seat and lacking <= 0:
+            return False
+        others = self._around.others
+        if others and belongs_elsewhere(head, prospect.computed, worker, others):
+            return False
+        victims: list[int] = []
+        for slot in cheapest_first(standings, places, worker):
+            if not (lacks_seat and not victims) and lacking <= 0:
+                break
+            victims.append(slot)
+            lacking -= worker.blocks_freed_by(slot)
+        if lacking > 0:
+            return False
+        for slot in victims:
+            self._around.counters.displaced += 1
+            self._preempt(slot)
+        self._waiting.remove(head)
+        self._first.append(head)
+        self._promised_blocks += needed
+        return True

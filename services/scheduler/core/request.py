@@ -21,25 +21,42 @@ class Status(enum.Enum):
     ENDED = "ended"
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Request:
     """Mutable state of a live request; owned by the Scheduler.
 
     Args:
         spec: as it came in.
         arrival: position in the order of arrival; unique.
+        arrived: when it came, microseconds.
         limit: most tokens in all, prompt included; None until a worker has told its limits.
+        ttft_target_us: its own or its class's; None: none.
+        recomputed: tokens computed again after a preemption or a requeue.
+        preemptions: how often it gave way.
+        rank: of its class, 0 the most important.
+        flow: number of its tenant's place in its class; set by `WaitingQueue.join`.
+        due: what it is ordered by within its flow.
+        ticket: of its entry in the queue; an entry with another one is stale.
+        queued_tokens: its tokens when it was queued last.
         output: tokens applied so far; complete only while WAITING.
         chain: hashes of its full blocks, as far as known.
         in_flight: sampled tokens still to come from steps planned before it was preempted.
         computed_once: tokens whose keys and values have been computed at least once.
-        cached_tokens: prompt tokens found in the prefix cache at its first admission.
+        cached_tokens: prompt tokens found in the prefix cache at its first admission; None before.
+        first_token: when its first token was applied, microseconds; None before.
         deferrals: how often it was left to another worker since it was queued.
     """
 
     spec: AddRequest
     arrival: int
+    arrived: int
     limit: int | None
+    ttft_target_us: int | None
+    rank: int = 0
+    flow: int = -1
+    due: int = 0
+    ticket: int = 0
+    queued_tokens: int = 0
     output: list[int] = field(default_factory=list)
     chain: Chain = field(default_factory=Chain)
     status: Status = Status.WAITING
@@ -47,7 +64,10 @@ class Request:
     slot: int = -1
     in_flight: int = 0
     computed_once: int = 0
+    recomputed: int = 0
+    preemptions: int = 0
     cached_tokens: int | None = None
+    first_token: int | None = None
     deferrals: int = 0
 
     @property
@@ -60,6 +80,13 @@ class Request:
         """Known tokens, prompt and output; exact only while WAITING."""
         return self.prompt_len + len(self.output)
 
+    @property
+    def is_fresh(self) -> bool:
+        """Whether it was never admitted to a worker."""
+        return self.cached_tokens is None
+
     def token_ids(self) -> TokenArray:
         """Prompt and output so far; exact only while WAITING."""
+        if not self.output:
+            return self.spec.prompt
         return np.concatenate([self.spec.prompt, np.array(self.output, np.uint32)])

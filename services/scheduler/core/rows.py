@@ -14,6 +14,8 @@ import numpy.typing as npt
 from services.scheduler.core.plan import IntArray, Mask, TokenArray, WorkerSpec
 from services.scheduler.core.request import Request
 
+NO_TARGET = int(np.iinfo(np.int64).max)
+
 
 class Rows:
     """The row table of one worker."""
@@ -34,6 +36,11 @@ class Rows:
         self.ignore_eos: npt.NDArray[np.bool_] = np.zeros(slots, np.bool_)
         self.handle: npt.NDArray[np.int64] = np.zeros(slots, np.int64)
         self.arrival: npt.NDArray[np.int64] = np.zeros(slots, np.int64)
+        self.arrived: npt.NDArray[np.int64] = np.zeros(slots, np.int64)
+        self.rank: IntArray = np.zeros(slots, np.int64)
+        self.flow: IntArray = np.zeros(slots, np.int64)
+        self.tpot_target_us: IntArray = np.zeros(slots, np.int64)
+        """Microseconds; NO_TARGET where the request has none."""
         self.generation: npt.NDArray[np.int64] = np.zeros(slots, np.int64)
         self._requests: list[Request | None] = [None] * slots
         self.order: IntArray = np.empty(0, np.int64)
@@ -41,6 +48,11 @@ class Rows:
         self.stops: IntArray = np.empty(0, np.int64)
         """The stop tokens of all rows in use, each as `slot << 32 | token`."""
         self._free: deque[int] = deque(range(slots))
+
+    @property
+    def num_free_slots(self) -> int:
+        """Requests that can be given a slot."""
+        return len(self._free)
 
     @property
     def has_free_slot(self) -> bool:
@@ -75,10 +87,20 @@ class Rows:
             self.stops = np.concatenate([self.stops, keys])
         self.handle[slot] = request.spec.handle
         self.arrival[slot] = request.arrival
+        self.arrived[slot] = request.arrived
         self._requests[slot] = request
+        self.classify(slot)
         place = int(np.searchsorted(self.arrival[self.order], request.arrival))
         self.order = np.insert(self.order, place, slot).astype(np.int64)
         return slot
+
+    def classify(self, slot: int) -> None:
+        """Takes over how its request is ranked, which may have changed."""
+        request = self.request(slot)
+        self.rank[slot] = request.rank
+        self.flow[slot] = request.flow
+        target = request.spec.tpot_target_us
+        self.tpot_target_us[slot] = NO_TARGET if target is None else target
 
     def request(self, slot: int) -> Request:
         """The request in a row that is in use."""

@@ -9,9 +9,10 @@ Exactly one terminal event (`Ended`) per request that `add` accepted, on every p
 
 from dataclasses import replace
 
-from services.scheduler.core import admission
+from services.scheduler.core import admission, views
+from services.scheduler.core.admission import Backlog
 from services.scheduler.core.applying import Application, close_step, end_if_complete
-from services.scheduler.core.chain import Chain, Hashing
+from services.scheduler.core.chain import DIGEST_BYTES, Chain, Hashing
 from services.scheduler.core.config import Config
 from services.scheduler.core.order import WaitingQueue
 from services.scheduler.core.plan import (
@@ -22,17 +23,26 @@ from services.scheduler.core.plan import (
     EndReason,
     Events,
     Limits,
+    LinkFault,
     Loads,
+    Pin,
     Refusal,
     Refused,
+    Stall,
     StepPlan,
     StepResult,
-    WorkerLoad,
     WorkerSpec,
 )
-from services.scheduler.core.planning import Draft
+from services.scheduler.core.planning import Planner, Surroundings
+from services.scheduler.core.queue_model import QueueModel
 from services.scheduler.core.request import Request, Status
+from services.scheduler.core.step_time import StepShape
+from services.scheduler.core.targets import met_targets
+from services.scheduler.core.timers import Alarm, Timers
 from services.scheduler.core.worker_state import WorkerState
+
+_FIXED = ("enable_prefix_caching", "eviction", "time_wheel_slots", "partial_block_reuse")
+"""What `configure` cannot change: the workers' pools are made by it."""
 
 
 class Scheduler:
@@ -46,8 +56,15 @@ class Scheduler:
     def __init__(self, config: Config, hashing: Hashing) -> None:
         self._config = config
         self._hashing = hashing
-        self._waiting = WaitingQueue()
+        self._waiting = WaitingQueue(config)
+        self._backlog = Backlog(config)
+        self._queue_model = QueueModel()
+        self._timers = Timers()
+        self._pins: dict[str, Pin] = {}
         self._workers: dict[str, WorkerState] = {}
+        self._broken: dict[str, str] = {}
+        self._blamed: Request | None = None
+        """The request whose planning met the last fault."""
         self._by_handle: dict[int, Request] = {}
         self._by_id: dict[str, Request] = {}
         self._limits: Limits | None = None
@@ -56,6 +73,12 @@ class Scheduler:
         self._next_epoch = 1
         self._accepted = 0
         self._ended = 0
+        self._now = 0
+        """Of the input that is being taken."""
+        self._moved = 0
+        """When something moved last: a step was answered, or the first of the work came."""
+        self._unasked: list[Ended] = []
+        """Ends that came about in `plan`; `expire` gives them."""
         self._homeless: dict[int, int] = {}
         """Handles of queued requests that no attached worker could hold, with the time since when.
 
@@ -74,50 +97,55 @@ class Scheduler:
             this one where what it resumes is complete already.
 
         Raises:
-            Refused: it can never fit, or its id is live with this or a higher attempt (DUPLICATE).
+            Refused: it can never fit, its id is live with this or a higher attempt (DUPLICATE), or
+                a bound of the queue or a quota is reached.
         """
-        limits = self._limits
-        limit = None if limits is None else admission.token_limit(spec, limits)
-        ended: list[Ended] = []
-        live = self._by_id.get(spec.request_id)
-        if live is not None:
-            if spec.attempt <= live.spec.attempt:
-                raise Refused(
-                    Refusal(
-                        field="request.attempt",
-                        reason="DUPLICATE",
-                        limit=live.spec.attempt + 1,
-                        got=spec.attempt,
-                    )
-                )
-            ended.append(self._end(live, EndReason.REPLACED))
+        self._now = now
+        limit, live = self._checked(spec)
+        ended = [] if live is None else [self._end(live, EndReason.REPLACED)]
+        rank = self._waiting.rank(spec.priority_class)
+        assert rank is not None
+        target = spec.ttft_target_us
         request = Request(
             spec=spec,
             arrival=self._next_arrival,
+            arrived=now,
             limit=limit,
+            ttft_target_us=target or self._config.classes[rank].ttft_target_us,
             output=spec.resumed.tolist(),
             chain=Chain(spec.prompt_hashes),
         )
+        if self.is_idle:
+            self._moved = now
         self._next_arrival += 1
         self._accepted += 1
         self._by_id[spec.request_id] = request
         self._by_handle[spec.handle] = request
+        self._backlog.accepted(spec)
+        self._waiting.join(request)
         self._waiting.push(request)
-        if limits is None:
+        if spec.deadline is not None:
+            self._timers.set(spec.deadline, Alarm.DEADLINE, request)
+        if spec.shed_late and request.ttft_target_us is not None and not request.output:
+            latest = now + request.ttft_target_us - self._service_us(spec)
+            self._timers.set(max(now + 1, latest), Alarm.SHED, request)
+        if self._limits is None:
             self._homeless[spec.handle] = now
         else:
-            ended.extend(end_if_complete(request, limits.eos_token_ids, self._end))
+            ended.extend(end_if_complete(request, self._limits.eos_token_ids, self._end))
         return replace(NO_TOKENS, ended=tuple(ended))
 
-    def abort(self, handle: int) -> Events:
+    def abort(self, handle: int, now: int) -> Events:
         """Ends a request; unknown and ended handles are ignored."""
+        self._now = now
         request = self._by_handle.get(handle)
         if request is None:
             return NO_TOKENS
         return replace(NO_TOKENS, ended=(self._end(request, EndReason.ABORT),))
 
-    def finish(self, handle: int, kept_tokens: int) -> Events:
+    def finish(self, handle: int, kept_tokens: int, now: int) -> Events:
         """Ends a request of whose output `kept_tokens` are wanted; unknown handles are ignored."""
+        self._now = now
         request = self._by_handle.get(handle)
         if request is None:
             return NO_TOKENS
@@ -125,30 +153,32 @@ class Scheduler:
         kept = min(kept_tokens, ended.completion_tokens)
         return replace(NO_TOKENS, ended=(replace(ended, completion_tokens=kept),))
 
-    def attach(self, announced: WorkerSpec, now: int) -> tuple[WorkerSpec, int, Events]:
+    def attach(self, spec: WorkerSpec, now: int) -> tuple[WorkerSpec, int, Events]:
         """Takes a worker with an empty pool.
 
         A worker of the same id must be `lost` first. All workers attached at one time must be of
         one kind; the caller checks that (`compatible`).
 
         Returns:
-            The worker's limits as lowered by the configuration, the epoch of the attachment, and
-            the ends of queued requests that cannot fit.
+            The worker as it was taken, the epoch of the attachment, and the ends of queued
+            requests that cannot fit.
 
         Raises:
             MemoryError: its tables do not fit; nothing has changed.
         """
-        assert announced.worker_id not in self._workers, "the worker is attached already"
-        spec = self._lowered(announced)
+        assert spec.worker_id not in self._workers, "the worker is attached already"
+        self._now = self._moved = now
         epoch = self._next_epoch
-        hashing = self._hashing if self._config.enable_prefix_caching else None
-        self._workers[spec.worker_id] = WorkerState(spec, epoch, hashing)
+        worker = WorkerState(spec, epoch, self._config, self._hashing)
+        self._workers[spec.worker_id] = worker
         self._next_epoch += 1
         chain = (spec.block_size, spec.model_digest)
         if self._chain not in (None, chain):
             for request in self._waiting:
                 request.chain.clear()
         self._chain = chain
+        for pin in self._pins.values():
+            worker.pool.pin(pin.hashes)
         self._refresh_limits()
         ended = self._check_queued()
         self._find_homeless(now)
@@ -162,37 +192,123 @@ class Scheduler:
         """Takes a worker away. Its requests go back to the queue with their tokens so far; what was
         in flight is generated again, by the same draws.
         """
+        self._now = now
         worker = self._workers.pop(worker_id)
+        broken = self._broken.pop(worker_id, None)
         for request in worker.orphans.values():
             request.in_flight = 0
-        for slot in worker.rows.order.tolist():
-            request = worker.requeue(slot)
+        requeued = [worker.requeue(slot) for slot in worker.rows.order.tolist()]
+        for request in requeued:
             request.in_flight = 0
-            self._waiting.push(request)
             self._counters.requeues += 1
+            if broken is None:
+                self._waiting.push(request)
+        if broken is not None:
+            self._rebuild_queue()
+            if self._blamed is not None:
+                self._end_faulty([(self._blamed, broken)])
+            self._blamed = None
+        self._counters.evicted_blocks += worker.pool.evicted_blocks
+        self._counters.evicted_lifetime_us += worker.pool.evicted_lifetime_us
+        self._counters.evicted_idle_us += worker.pool.evicted_idle_us
         self._refresh_limits()
         if self._limits is not None:
             for request in self._waiting:
                 self._cap(request, self._limits)
         self._find_homeless(now)
 
+    def configure(self, config: Config, now: int) -> Events:
+        """Takes another configuration, whole; what runs goes on under it.
+
+        Raises:
+            ValueError: it changes what is fixed at the start; nothing has changed.
+        """
+        for name in _FIXED:
+            if getattr(config, name) != getattr(self._config, name):
+                raise ValueError(f"{name} cannot be changed while the scheduler runs")
+        self._now = now
+        self._config = self._backlog.config = config
+        for worker in self._workers.values():
+            worker.configure(config)
+        self._rebuild_queue()
+        return NO_TOKENS
+
+    def pin(self, pin: Pin, now: int) -> int:
+        """Keeps a prefix cached on every worker, from when it is cached there.
+
+        Returns:
+            Blocks of it that some worker has cached now.
+
+        Raises:
+            Refused: all pins together would name more blocks than pins may keep (PIN_LIMIT).
+        """
+        self._now = now
+        others = sum(len(one.hashes) for name, one in self._pins.items() if name != pin.name)
+        blocks = max((worker.pool.num_blocks for worker in self._workers.values()), default=0)
+        most = blocks * self._config.max_pinned_share // 1000
+        named = len(pin.hashes) // DIGEST_BYTES
+        left = most - others // DIGEST_BYTES
+        if named > left:
+            raise Refused(
+                Refusal(field="prompt", reason="PIN_LIMIT", limit=max(0, left), got=named)
+            )
+        self.unpin(pin.name, now)
+        self._pins[pin.name] = pin
+        for worker in self._workers.values():
+            worker.pool.pin(pin.hashes)
+        return self.cached_blocks(pin.hashes)
+
+    def unpin(self, name: str, now: int) -> bool:
+        """Lets a prefix go; False: there is no pin of that name."""
+        self._now = now
+        pin = self._pins.pop(name, None)
+        if pin is None:
+            return False
+        for worker in self._workers.values():
+            worker.pool.unpin(pin.hashes)
+        return True
+
     def expire(self, now: int) -> Events:
-        """Ends what has waited longer than the grace time for a worker that can hold it."""
-        ended: list[Ended] = []
-        while (wakeup := self.next_wakeup(now)) is not None and wakeup <= now:
+        """Ends what has run out of time: deadlines, targets that cannot be met any more, the grace
+        time for a worker. Lets pins go that have expired. Gives ends that came about in `plan`.
+        """
+        self._now = now
+        ended, self._unasked = self._unasked, []
+        for since in list(self._homeless.values()):
+            if since + self._config.worker_grace_us > now:
+                break
             handle = next(iter(self._homeless))
             ended.append(self._end(self._by_handle[handle], EndReason.NO_WORKER))
+        while (due := self._timers.pop(now)) is not None:
+            ended.extend(self._ring(*due))
+        for pin in [one for one in self._pins.values() if one.expires is not None]:
+            if pin.expires is not None and pin.expires <= now:
+                self.unpin(pin.name, now)
         return replace(NO_TOKENS, ended=tuple(ended))
 
     # Verbs
 
     def plan(self, worker_id: str, now: int) -> StepPlan | None:
-        """The worker's next step; None while enough steps are open or there is nothing to do."""
+        """The worker's next step; None while enough steps are open or there is nothing to do.
+
+        Nothing raises out of it. A fault of its own makes the worker `broken`, to be `lost`.
+        """
         worker = self._workers[worker_id]
-        if len(worker.open) >= worker.spec.max_in_flight:
+        if len(worker.open) >= worker.spec.max_in_flight or worker_id in self._broken:
             return None
-        others = [other for other in self._workers.values() if other is not worker]
-        return Draft(worker, others, self._waiting, self._config, self._counters).make()
+        self._now = worker.pool.now = now
+        planner = Planner(worker, self._surroundings(worker))
+        try:
+            step = planner.make()
+        except Exception as error:  # noqa: BLE001 - the scheduler outlives any fault of a plan
+            self._broken[worker_id] = repr(error)
+            self._blamed = planner.current
+            return None
+        if planner.faulty:
+            self._end_faulty(planner.faulty)
+        if not len(self._waiting):
+            self._queue_model.idle(now)
+        return step
 
     def apply(self, worker_id: str, result: StepResult, now: int) -> Events:
         """Takes the result of the worker's oldest open step.
@@ -201,16 +317,42 @@ class Scheduler:
             LinkFault: it is not the answer to that step.
         """
         worker = self._workers[worker_id]
+        self._now = worker.pool.now = now
         step = close_step(worker, result)
-        return Application(worker, step, result, self._counters, self._end).events()
+        self._moved = now
+        shape = StepShape(tokens=step.num_tokens, rows=step.slots.size, context=step.context)
+        worker.step_time.observe(shape, result.execute_us)
+        application = Application(
+            worker,
+            step,
+            result,
+            self._counters,
+            end=self._end,
+            first_token=self._first_token,
+        )
+        try:
+            return application.events()
+        except Exception as error:
+            raise LinkFault(f"the result cannot be applied: {error!r}") from error
 
     def next_wakeup(self, now: int) -> int | None:
         """When `expire` has something to do, microseconds; None: not before the next input."""
-        for since in self._homeless.values():
-            return since + self._config.worker_grace_us
-        return None
+        if self._unasked or self._broken:
+            return now
+        instants = [
+            since + self._config.worker_grace_us for since in list(self._homeless.values())[:1]
+        ]
+        instants.extend(pin.expires for pin in self._pins.values() if pin.expires is not None)
+        if (alarm := self._timers.next()) is not None:
+            instants.append(alarm)
+        return min(instants, default=None)
 
     # Views
+
+    @property
+    def config(self) -> Config:
+        """In force."""
+        return self._config
 
     @property
     def limits(self) -> Limits | None:
@@ -222,32 +364,43 @@ class Scheduler:
         """No live request."""
         return not self._by_handle
 
+    def broken(self, worker_id: str) -> str | None:
+        """The fault that a worker's plan met; the worker is to be lost. None: there was none."""
+        return self._broken.get(worker_id)
+
+    def pins(self) -> tuple[Pin, ...]:
+        """All pins, by name."""
+        return tuple(pin for _, pin in sorted(self._pins.items()))
+
+    def cached_blocks(self, hashes: bytes) -> int:
+        """How many of these hashes, back to back, some worker has cached."""
+        digests = [
+            hashes[start : start + DIGEST_BYTES] for start in range(0, len(hashes), DIGEST_BYTES)
+        ]
+        pools = [worker.pool for worker in self._workers.values()]
+        return sum(any(pool.has(digest) for pool in pools) for digest in digests)
+
+    def cached_hashes(self) -> bytes:
+        """The hashes of all cached blocks back to back, by worker."""
+        return b"".join(worker.pool.cached_hashes() for _, worker in sorted(self._workers.items()))
+
+    def stall(self, now: int) -> Stall | None:
+        """What blocks, where work waits and nothing has moved for the stated time."""
+        if self.is_idle or not self._workers:
+            return None
+        if now - self._moved < self._config.stall_timeout_us:
+            return None
+        return views.stall(list(self._workers.values()), self._waiting, self._moved)
+
     def loads(self) -> Loads:
         """Gauges and counters."""
-        workers = tuple(
-            WorkerLoad(
-                worker_id=worker_id,
-                epoch=worker.epoch,
-                running=int(worker.rows.order.size),
-                blocks_total=worker.pool.num_blocks,
-                blocks_free=worker.pool.num_free,
-                blocks_evictable=worker.pool.num_evictable,
-                blocks_pinned=0,
-                steps=worker.next_step_id - 1,
-                steps_in_flight=len(worker.open),
-            )
-            for worker_id, worker in sorted(self._workers.items())
-        )
-        return Loads(
-            running=sum(load.running for load in workers),
-            waiting=len(self._waiting),
+        return views.loads(
+            workers=self._workers,
+            waiting=self._waiting,
+            backlog=self._backlog,
+            counters=self._counters,
             accepted=self._accepted,
             ended=self._ended,
-            waiting_tokens=0,
-            workers=workers,
-            classes=(),
-            tenants=(),
-            counters=replace(self._counters),
         )
 
     def check_invariants(self) -> None:
@@ -268,9 +421,90 @@ class Scheduler:
             assert request.slot == -1, "a waiting request holds a slot"
             if request.limit is not None:
                 assert request.num_tokens < request.limit, "a complete request waits"
+        fresh = [request for request in self._by_handle.values() if request.is_fresh]
+        assert self._backlog.tokens == sum(r.prompt_len for r in fresh), "the backlog is off"
+        self._waiting.check_invariants(self._by_handle.values())
         if self.is_idle:
             for worker in self._workers.values():
-                assert worker.pool.available == worker.pool.num_blocks, "blocks leaked"
+                kept = worker.pool.available + worker.pool.num_pinned
+                assert kept == worker.pool.num_blocks, "blocks leaked"
+
+    # Admission
+
+    def _checked(self, spec: AddRequest) -> tuple[int | None, Request | None]:
+        """Its limit, and the live request that it replaces.
+
+        Raises:
+            Refused: it cannot be taken, or not now.
+        """
+        if self._waiting.rank(spec.priority_class) is None:
+            raise Refused(
+                Refusal(
+                    field="request.scheduling.priority_class",
+                    reason="UNKNOWN_CLASS",
+                    limit=0,
+                    got=0,
+                )
+            )
+        limits = self._limits
+        limit = None if limits is None else admission.token_limit(spec, limits)
+        if spec.deadline is not None and spec.deadline <= self._now:
+            raise Refused(
+                Refusal(
+                    field="request.scheduling.deadline_ms",
+                    reason="DEADLINE",
+                    limit=0,
+                    got=self._now - spec.deadline,
+                )
+            )
+        live = self._by_id.get(spec.request_id)
+        if live is not None and spec.attempt <= live.spec.attempt:
+            raise Refused(
+                Refusal(
+                    field="request.attempt",
+                    reason="DUPLICATE",
+                    limit=live.spec.attempt + 1,
+                    got=spec.attempt,
+                )
+            )
+        # What was accepted once, here or by a scheduler that died, is not refused when it returns.
+        if live is None and not spec.attempt:
+            self._check_bounds(spec)
+        return limit, live
+
+    def _check_bounds(self, spec: AddRequest) -> None:
+        refusal = self._backlog.refusal(spec) or self._late(spec)
+        if refusal is not None:
+            self._counters.refused += 1
+            excess = refusal.got - refusal.limit if "TOKENS" in refusal.reason else 0
+            retry = self._queue_model.retry_after_us(max(excess, int(spec.prompt.size)))
+            raise Refused(replace(refusal, retry_after_us=retry))
+
+    def _late(self, spec: AddRequest) -> Refusal | None:
+        """The refusal of a request that asks for it where its TTFT target cannot be met."""
+        rank = self._waiting.rank(spec.priority_class)
+        assert rank is not None
+        target = spec.ttft_target_us or self._config.classes[rank].ttft_target_us
+        if not spec.shed_late or target is None:
+            return None
+        ahead = self._waiting.tokens_ahead(spec, rank)
+        wait = self._queue_model.wait_us(ahead) if ahead else 0
+        expected = (wait or 0) + self._service_us(spec)
+        if expected <= target:
+            return None
+        return Refusal(
+            field="request.scheduling.ttft_target_ms",
+            reason="TTFT_TARGET",
+            limit=target // 1000,
+            got=expected // 1000,
+        )
+
+    def _service_us(self, spec: AddRequest) -> int:
+        """How long its prefill takes at the least, as far as is known; microseconds."""
+        tokens = int(spec.prompt.size)
+        shape = StepShape(tokens=tokens, rows=1, context=tokens)
+        times = [worker.step_time.predict_us(shape) for worker in self._workers.values()]
+        return min((time for time in times if time is not None), default=0)
 
     # Ends
 
@@ -280,23 +514,70 @@ class Scheduler:
             worker = self._workers[request.worker_id]
             known = int(worker.rows.known[request.slot])
             worker.unseat([request.slot])
-            request.status = Status.ENDED
         else:
             known = request.num_tokens
-            request.status = Status.ENDED
-            self._waiting.ended()
-        self._homeless.pop(request.spec.handle, None)
-        del self._by_handle[request.spec.handle]
-        del self._by_id[request.spec.request_id]
+            self._waiting.remove(request)
+        request.status = Status.ENDED
+        spec = request.spec
+        self._homeless.pop(spec.handle, None)
+        del self._by_handle[spec.handle]
+        del self._by_id[spec.request_id]
+        self._backlog.ended(spec, fresh=request.is_fresh)
+        self._judge(request, reason, known - request.prompt_len)
+        self._waiting.leave(request)
         self._ended += 1
+        self._counters.deadline_exceeded += reason is EndReason.DEADLINE
+        self._counters.shed += reason is EndReason.SHED
+        retry = 0
+        if reason is EndReason.SHED:
+            retry = self._queue_model.retry_after_us(request.prompt_len)
         return Ended(
-            handle=request.spec.handle,
-            request_id=request.spec.request_id,
+            handle=spec.handle,
+            request_id=spec.request_id,
             reason=reason,
             prompt_tokens=request.prompt_len,
             completion_tokens=known - request.prompt_len,
             cached_tokens=request.cached_tokens or 0,
+            recomputed_tokens=request.recomputed,
+            preemptions=request.preemptions,
+            retry_after_us=retry,
         )
+
+    def _judge(self, request: Request, reason: EndReason, tokens: int) -> None:
+        """Counts whether it met its targets."""
+        met = met_targets(request, reason, tokens, self._now, self._config.tpot_target_us)
+        if met is not None:
+            self._waiting.judged(request, met=met)
+        late = reason in (EndReason.DEADLINE, EndReason.SHED) and request.first_token is None
+        if late and request.ttft_target_us is not None:
+            self._waiting.first_token(request, met=False)
+
+    def _first_token(self, request: Request) -> None:
+        request.first_token = self._now
+        if request.ttft_target_us is not None:
+            met = self._now - request.arrived <= request.ttft_target_us
+            self._waiting.first_token(request, met=met)
+
+    def _ring(self, alarm: Alarm, request: Request) -> list[Ended]:
+        """What an alarm of a live request comes to."""
+        if alarm is Alarm.DEADLINE:
+            return [self._end(request, EndReason.DEADLINE)]
+        assert request.ttft_target_us is not None
+        latest = request.arrived + request.ttft_target_us
+        if request.first_token is not None:
+            return []
+        if request.status is Status.RUNNING and latest > self._now:
+            self._timers.set(latest, Alarm.SHED, request)
+            return []
+        return [self._end(request, EndReason.SHED)]
+
+    def _end_faulty(self, faulty: list[tuple[Request, str]]) -> None:
+        for request, message in faulty:
+            if request.status is Status.ENDED:
+                continue
+            self._counters.isolated_faults += 1
+            end = self._end(request, EndReason.FAULT)
+            self._unasked.append(replace(end, message=message))
 
     def _check_queued(self) -> list[Ended]:
         """Fits queued requests that came before any worker did, and those that were to use all
@@ -326,16 +607,31 @@ class Scheduler:
         if request.num_tokens < most:
             request.limit = min(request.limit, most)
 
-    # Workers
+    # Workers and queue
 
-    def _lowered(self, spec: WorkerSpec) -> WorkerSpec:
-        config = self._config
-        budget = min(
-            spec.max_num_batched_tokens,
-            config.max_num_batched_tokens or spec.max_num_batched_tokens,
+    def _surroundings(self, worker: WorkerState) -> Surroundings:
+        return Surroundings(
+            others=[other for other in self._workers.values() if other is not worker],
+            waiting=self._waiting,
+            backlog=self._backlog,
+            queue_model=self._queue_model,
+            config=self._config,
+            counters=self._counters,
+            now=self._now,
         )
-        seqs = min(spec.max_num_seqs, config.max_num_seqs or spec.max_num_seqs, budget)
-        return replace(spec, max_num_seqs=seqs, max_num_batched_tokens=budget)
+
+    def _rebuild_queue(self) -> None:
+        """Has every live request join and queue anew, under the configuration in force."""
+        self._waiting.configure(self._config)
+        for request in sorted(self._by_handle.values(), key=lambda one: one.arrival):
+            self._waiting.join(request)
+            if request.spec.ttft_target_us is None:
+                request.ttft_target_us = self._config.classes[request.rank].ttft_target_us
+                self._waiting.order(request)
+            if request.status is Status.WAITING:
+                self._waiting.push(request)
+            else:
+                self._workers[request.worker_id].rows.classify(request.slot)
 
     def _refresh_limits(self) -> None:
         prefix_hash = self._hashing.name if self._config.enable_prefix_caching else ""

@@ -12,9 +12,11 @@ import numpy.typing as npt
 
 from services.scheduler.core.blocks import BlockPool
 from services.scheduler.core.chain import Hashing
-from services.scheduler.core.plan import IntArray, WorkerSpec
+from services.scheduler.core.config import Config
+from services.scheduler.core.plan import IntArray, TokenArray, WorkerSpec
 from services.scheduler.core.request import Request, Status
 from services.scheduler.core.rows import Rows
+from services.scheduler.core.step_time import StepTimeModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +29,7 @@ class OpenStep:
         samples: bool [rows], rows that give a token.
         computed: int64 [rows], tokens computed once the step is done.
         num_tokens: tokens the step computes.
+        context: tokens computed of all its requests once it is done.
         released: slots this step told the worker to release.
         pending: hashes of prompt blocks this step fills.
     """
@@ -37,17 +40,35 @@ class OpenStep:
     samples: npt.NDArray[np.bool_]
     computed: IntArray
     num_tokens: int
+    context: int
     released: IntArray
     pending: tuple[bytes, ...]
 
 
 class WorkerState:
-    """One attachment of one worker, from `attach` to `lost`."""
+    """One attachment of one worker, from `attach` to `lost`.
 
-    def __init__(self, spec: WorkerSpec, epoch: int, hashing: Hashing | None) -> None:
+    Args:
+        spec: as announced; tables are sized by it.
+        epoch: of the attachment.
+        config: the caps, and the shape of the pool.
+        hashing: of the prefix cache.
+    """
+
+    def __init__(self, spec: WorkerSpec, epoch: int, config: Config, hashing: Hashing) -> None:
         self.spec = spec
         self.epoch = epoch
-        self.pool = BlockPool(spec.num_blocks)
+        self._hashing = hashing if config.enable_prefix_caching else None
+        self._partial = config.enable_prefix_caching and config.partial_block_reuse
+        self.pool = BlockPool(
+            spec.num_blocks,
+            eviction=config.eviction,
+            time_wheel_slots=config.time_wheel_slots,
+            block_size=spec.block_size,
+            partial_hash=hashing.block if self._partial else None,
+        )
+        self.step_time = StepTimeModel()
+        self.configure(config)
         self.rows = Rows(spec)
         self.open: deque[OpenStep] = deque()
         self.next_step_id = 1
@@ -61,7 +82,20 @@ class WorkerState:
         self.is_eos[list(spec.eos_token_ids)] = True
         self.ones: IntArray = np.ones(spec.max_num_seqs, np.int64)
         self.zeros: IntArray = np.zeros(spec.max_num_seqs, np.int64)
-        self._hashing = hashing
+
+    def configure(self, config: Config) -> None:
+        """Takes the caps; they can only lower what the worker announced."""
+        spec = self.spec
+        self.token_budget = min(
+            spec.max_num_batched_tokens,
+            config.max_num_batched_tokens or spec.max_num_batched_tokens,
+        )
+        """Most tokens in one step."""
+        self.seat_cap = min(
+            spec.max_num_seqs, config.max_num_seqs or spec.max_num_seqs, self.token_budget
+        )
+        """Most running requests."""
+        self.pool.max_pinned = spec.num_blocks * config.max_pinned_share // 1000
 
     @property
     def caches_prefixes(self) -> bool:
@@ -84,30 +118,67 @@ class WorkerState:
         reserved = np.maximum(ahead - rows.num_blocks[order], 0)
         return self.pool.available - int(reserved.sum())
 
+    def blocks_freed_by(self, slot: int) -> int:
+        """How much more room there is beyond running requests without this one."""
+        rows, size = self.rows, self.spec.block_size
+        table = rows.block_table(slot)
+        ahead = -(-min(int(rows.length[slot]) + size, int(rows.limit[slot]) - 1) // size)
+        return table.size - self.pool.shared(table) + max(0, ahead - table.size)
+
+    def root(self, request: Request) -> bytes:
+        """Parent of the hash of the request's first block."""
+        assert self._hashing is not None
+        return self._hashing.root(self.spec.model_digest, request.spec.salt)
+
     def extend_hashes(self, request: Request, slot_tokens: npt.NDArray[np.uint32]) -> None:
         """Completes the request's chain over the full blocks of its tokens so far."""
         assert self._hashing is not None
         size, chain = self.spec.block_size, request.chain
         known = len(chain)
-        if known:
-            parent = chain[known - 1]
-        else:
-            parent = self._hashing.root(self.spec.model_digest, request.spec.salt)
+        parent = chain[known - 1] if known else self.root(request)
         for block in range(known, slot_tokens.size // size):
             tokens = slot_tokens[block * size : (block + 1) * size]
             parent = self._hashing.block(parent, tokens.astype("<u4", copy=False).tobytes())
             chain.append(parent)
 
-    def register_filled(self, slot: int, computed: int) -> None:
-        """Makes the row's blocks below `computed` tokens findable."""
-        request = self.rows.request(slot)
-        full = computed // self.spec.block_size
-        if len(request.chain) < full:
-            self.extend_hashes(request, self.rows.tokens[slot, : full * self.spec.block_size])
-        first = self.rows.registered.item(slot)
-        blocks = self.rows.blocks[slot, first:full].tolist()
-        self.pool.register(blocks, request.chain, first)
-        self.rows.registered[slot] = full
+    def register_filled(self, slots: list[int], computed: list[int]) -> list[tuple[int, str]]:
+        """Makes the rows' full blocks below these computed tokens findable.
+
+        Returns:
+            Rows whose blocks cannot be hashed, and why; nothing of them is registered.
+        """
+        rows, size = self.rows, self.spec.block_size
+        blocks: list[IntArray] = []
+        digests: list[bytes] = []
+        parents: list[bytes] = []
+        tokens: list[TokenArray] = []
+        faulty: list[tuple[int, str]] = []
+        for slot, end in zip(slots, computed, strict=True):
+            request, full = rows.request(slot), end // size
+            first = rows.registered.item(slot)
+            try:
+                if len(request.chain) < full:
+                    self.extend_hashes(request, rows.tokens[slot, : full * size])
+                digests.append(request.chain.between(first, full))
+                if self._partial:
+                    before = request.chain.between(first - 1, full - 1) if first else b""
+                    root = b"" if first else self.root(request) + request.chain.leading(full - 1)
+                    parents.append(before or root)
+            except Exception as error:  # noqa: BLE001 - one request's fault must not end the step
+                faulty.append((slot, repr(error)))
+                continue
+            blocks.append(rows.blocks[slot, first:full])
+            if self._partial:
+                tokens.append(rows.tokens[slot, first * size : full * size].reshape(-1, size))
+            rows.registered[slot] = full
+        if blocks:
+            self.pool.register_all(
+                np.concatenate(blocks),
+                b"".join(digests),
+                parents=b"".join(parents),
+                tokens=np.concatenate(tokens) if tokens else None,
+            )
+        return faulty
 
     def drop_pending(self, hashes: tuple[bytes, ...]) -> None:
         """An open step that was filling these blocks has been answered."""

@@ -153,13 +153,13 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
-        self.take(self.core.abort(data.draw(st.sampled_from(sorted(self.requests)))))
+        self.take(self.core.abort(data.draw(st.sampled_from(sorted(self.requests))), self.now))
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
     def finish(self, data: st.DataObject) -> None:
         handle = data.draw(st.sampled_from(sorted(self.requests)))
-        for end in self.core.finish(handle, 0).ended:
+        for end in self.core.finish(handle, 0, self.now).ended:
             assert end.completion_tokens == 0
             self.ended[end.handle] = end.reason
 
