@@ -37,6 +37,7 @@ from services.scheduler.core.plan import (
     Sampling,
     TokenArray,
 )
+from services.scheduler.digest import LoadReport
 from services.scheduler.hashing import explicit_salt, tenant_salt
 from services.scheduler.link_timings import LinkTimings
 from services.scheduler.outbox import Delivery, End
@@ -321,6 +322,21 @@ def readiness_response(serving: bool) -> token_pb2.SessionResponse:
 def limits_response(limits: Limits | None, model: str) -> token_pb2.SessionResponse:
     """The limits after they changed."""
     return token_pb2.SessionResponse(limits=limits_message(limits, model))
+
+
+def load_response(report: LoadReport) -> token_pb2.SessionResponse:
+    """How busy the scheduler is."""
+    prefixes = report.prefixes
+    return token_pb2.SessionResponse(
+        load=token_pb2.LoadReport(
+            running=report.running,
+            waiting=report.waiting,
+            waiting_tokens=report.waiting_tokens,
+            prefixes=None
+            if prefixes is None
+            else token_pb2.PrefixDigest(bloom=prefixes.bloom, items=prefixes.items),
+        )
+    )
 
 
 def goodbye(reason: str) -> token_pb2.SessionResponse:

@@ -6,13 +6,14 @@ never waits.
 """
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from services.chassis.errors import ServiceError
 from services.scheduler.core.plan import Ended, Limits, TokenArray
+from services.scheduler.digest import LoadReport
 
 MAX_BYTES = 4 * 1024 * 1024
 """Tokens and ends that may wait for one caller, bytes."""
@@ -41,6 +42,7 @@ class Delivery:
         ends: ends with their streams.
         limits: the limits of the attached workers, where they changed; see `limits_changed`.
         serving: whether requests can be served now, where that changed.
+        load: the newest load report, where there is a new one.
         credits: submits taken.
         closing: nothing comes after this.
     """
@@ -51,6 +53,7 @@ class Delivery:
     limits: Limits | None
     limits_changed: bool
     serving: bool | None
+    load: LoadReport | None
     credits: int
     closing: bool
 
@@ -67,6 +70,7 @@ class Outbox:
         self._limits: Limits | None = None
         self._limits_changed = False
         self._serving: bool | None = None
+        self._load: LoadReport | None = None
         self._credits = 0
         self._bytes = 0
         self._closing = False
@@ -97,6 +101,13 @@ class Outbox:
         self._serving = serving
         self._news.set()
 
+    def put_load(self, report: LoadReport) -> None:
+        """A newer load report; only the newest waits, with the newest prefixes that wait."""
+        if report.prefixes is None and self._load is not None:
+            report = replace(report, prefixes=self._load.prefixes)
+        self._load = report
+        self._news.set()
+
     def put_credit(self) -> None:
         """One submit has been taken."""
         self._credits += 1
@@ -117,11 +128,12 @@ class Outbox:
             limits=self._limits,
             limits_changed=self._limits_changed,
             serving=self._serving,
+            load=self._load,
             credits=self._credits,
             closing=self._closing,
         )
         self._streams, self._tokens, self._ends = [], [], []
-        self._limits_changed, self._serving = False, None
+        self._limits_changed, self._serving, self._load = False, None, None
         self._credits = self._bytes = 0
         if not self._closing:
             self._news.clear()

@@ -13,6 +13,7 @@ from services.chassis.tracing import traceparent_of
 from services.chassis.unknown_fields import refuse_unknown_fields
 from services.scheduler import codec
 from services.scheduler.admittance import admit
+from services.scheduler.digest import LoadReport, LoadReports, unless_known
 from services.scheduler.engine_loop import Caller, EngineLoop
 from services.scheduler.outbox import WRITE_TIMEOUT_S, Outbox
 from services.scheduler.prompt_hasher import PromptHasher
@@ -37,6 +38,7 @@ class TokenServicer(token_pb2_grpc.TokenServiceServicer):
     def __init__(self, loop: EngineLoop, hasher: PromptHasher) -> None:
         self._loop = loop
         self._hasher = hasher
+        self._reports = LoadReports(loop)
 
     async def Generate(
         self, request: token_pb2.TokenServiceGenerateRequest, context: Context
@@ -71,14 +73,17 @@ class TokenServicer(token_pb2_grpc.TokenServiceServicer):
         self, request_iterator: AsyncIterator[token_pb2.SessionRequest], context: Context
     ) -> None:
         """All requests of one tokenizer. Writes by itself, so it is no generator."""
-        session = _Session(self._loop, self._hasher, context)
+        session = _Session(self._loop, self._hasher, self._reports, context)
         await session.run(aiter(request_iterator))
 
 
 class _Session:
-    def __init__(self, loop: EngineLoop, hasher: PromptHasher, context: Context) -> None:
+    def __init__(
+        self, loop: EngineLoop, hasher: PromptHasher, reports: LoadReports, context: Context
+    ) -> None:
         self._loop = loop
         self._hasher = hasher
+        self._reports = reports
         self._context = context
         self._outbox = Outbox()
         self._last_stream = -1
@@ -102,9 +107,10 @@ class _Session:
                         serving=self._loop.serving,
                     )
                 )
-                await run_until_first_ends(
-                    self._write(), self._read(requests, caller), self._give_up()
-                )
+                jobs = [self._write(), self._read(requests, caller), self._give_up()]
+                if first.hello.wants_load:
+                    jobs.append(self._report())
+                await run_until_first_ends(*jobs)
         finally:
             log.info("session of tokenizer %s closed", first.hello.instance_id)
 
@@ -144,6 +150,16 @@ class _Session:
             self._outbox.put_end(stream, error)
         self._outbox.put_credit()
 
+    async def _report(self) -> None:
+        """Tells how busy the scheduler is, whenever that has changed."""
+        before: LoadReport | None = None
+        while True:
+            report = await self._reports.newest()
+            if report is not before:
+                self._outbox.put_load(unless_known(report, before))
+                before = report
+            await self._reports.pause()
+
     async def _write(self) -> None:
         """Writes what the outbox holds until it closes or the tokenizer reads too slowly."""
         while True:
@@ -156,6 +172,8 @@ class _Session:
             batch = codec.batch_response(delivery)
             if batch is not None:
                 await self._send(batch)
+            if delivery.load is not None:
+                await self._send(codec.load_response(delivery.load))
             if delivery.closing:
                 await self._send(codec.goodbye("the scheduler stops"))
                 return
