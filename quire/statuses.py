@@ -65,9 +65,9 @@ def error_of(failure: grpc.RpcError, target: str, *, service: str = "TextService
         return _invalid(status, text)
     if code is grpc.StatusCode.UNIMPLEMENTED:
         if status is None and _NO_SUCH_METHOD.search(text):
+            where = "; texts are answered by a tokenizer, not by a scheduler or a worker"
             return NotSupported(
-                f"there is no {service} at {target}; texts are answered by a tokenizer, not by a "
-                "scheduler or a worker"
+                f"there is no {service} at {target}{where if service == 'TextService' else ''}"
             )
         return NotSupported(text)
     if code is grpc.StatusCode.UNAVAILABLE and status is None:

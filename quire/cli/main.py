@@ -51,6 +51,11 @@ OWN: tuple[Entry, ...] = (
         target="quire.cli.health:COMMAND",
     ),
     Entry(
+        name="admin",
+        help="look at and change a running scheduler",
+        target="quire.cli.admin:COMMAND",
+    ),
+    Entry(
         name="demo",
         help="start the set, ask one question, stop it",
         target="quire.cli.demo:COMMAND",

@@ -10,6 +10,7 @@ import pytest
 
 import quire as package
 from benchmarks.command import COMMAND as BENCH
+from quire.cli.admin import COMMAND as ADMIN
 from quire.cli.command import CommandError, Entry, Group, Parser
 from quire.cli.main import OWN, guarded, main
 from quire.cli.model import COMMAND as MODEL
@@ -18,7 +19,7 @@ from tests.quire.cli.running_quire import full_disk, quire, started
 
 Read = pytest.CaptureFixture[str]
 
-ENTRIES = [*OWN, *MODEL.entries, *BENCH.entries]
+ENTRIES = [*OWN, *MODEL.entries, *ADMIN.entries, *BENCH.entries]
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.target)
