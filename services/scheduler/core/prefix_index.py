@@ -9,7 +9,8 @@ A digest whose home is full goes to the next bucket with a free lane, and every 
 counts it. A look-up goes on to the next bucket only where something passed, and a deletion takes
 its counts back: there are no tombstones, and nothing is left of what was deleted. With at most 3
 digests per 4 buckets fewer than one digest in 500 is away from home (Poisson), so a look-up reads
-one bucket, whatever the size of the pool and the age of the process.
+one bucket, whatever the size of the pool and the age of the process. Only forged digests fill
+_FARTHEST buckets in a row; what would have to go farther is not taken in.
 """
 
 from collections.abc import Iterable
@@ -31,6 +32,7 @@ _TAG = 0xFFFFFFFF
 _TAG_BITS = 32
 _SINGLY = 5
 """Up to so many are faster one at a time than as a batch."""
+_FARTHEST = 64
 _PLACE_BITS = 16
 _MOST_AT_ONCE = 1 << _PLACE_BITS
 _UNUSED = -1
@@ -149,7 +151,8 @@ class PrefixIndex:
             digests: one for each, back to back.
 
         Returns:
-            Places of those that are findable now, int64 [m]; the others had known digests.
+            Places of those that are findable now, int64 [m]; the others had known digests, or ones
+            that crowd too much.
         """
         if blocks.size > _MOST_AT_ONCE:
             parts = [
@@ -230,7 +233,7 @@ class PrefixIndex:
         key = int.from_bytes(digest[:8], "little")
         bucket, tag = key >> self._shift, key & _TAG
         # Over time something may have gone by every bucket: once around is enough.
-        for probe in range(1, self._num_buckets + 1):
+        for probe in range(1, min(_FARTHEST, self._num_buckets) + 1):
             start = bucket << _LANE_BITS
             for entry in self._view[start : start + _LANES].tolist():
                 if entry & _TAG == tag and entry:
@@ -306,18 +309,22 @@ class PrefixIndex:
         new: list[int] = []
         for place in places:
             digest = _nth(digests, place)
-            if self._seek(digest)[0] < 0:
-                self._insert_one(blocks.item(place), digest)
+            if self._seek(digest)[0] < 0 and self._insert_one(blocks.item(place), digest):
                 new.append(place)
         return np.array(new, np.int64)
 
-    def _insert_one(self, block: int, digest: bytes) -> None:
+    def _insert_one(self, block: int, digest: bytes) -> bool:
         key = int.from_bytes(digest[:8], "little")
         home = bucket = key >> self._shift
+        passed: list[int] = []
         while (in_use := self._in_use.item(bucket)) & _FULL == _FULL:
-            self._in_use[bucket] = in_use | _PASSED
-            self._passed[bucket] = self._passed.get(bucket, 0) + 1
+            passed.append(bucket)
+            if len(passed) == _FARTHEST:
+                return False
             bucket = (bucket + 1) & (self._num_buckets - 1)
+        for by in passed:
+            self._in_use[by] |= _PASSED
+            self._passed[by] = self._passed.get(by, 0) + 1
         free = ~in_use & _FULL
         lane = bucket << _LANE_BITS | (free & -free).bit_length() - 1
         self._view[lane] = (block + 1) << _TAG_BITS | key & _TAG
@@ -325,6 +332,7 @@ class PrefixIndex:
         self._bytes[(block + 1) * DIGEST_BYTES : (block + 2) * DIGEST_BYTES] = digest
         self._in_use[bucket] = in_use | free & -free
         self._size += 1
+        return True
 
     def _take_back(self, blocks: IntArray, lanes: IntArray) -> None:
         """Uncounts displaced blocks in the buckets they went by."""
