@@ -23,6 +23,8 @@ class Draft:
 
     def __init__(self, worker: WorkerState) -> None:
         self._worker = worker
+        self.carried_tokens = 0
+        """Token ids of the requests it carries whole."""
         self._slots: list[IntArray] = []
         self._tokens: list[IntArray] = []
         self._num_blocks: list[IntArray] = []
@@ -32,11 +34,6 @@ class Draft:
         self._copies: list[tuple[int, int]] = []
         self._single: set[int] = set()
         self._dropped: set[int] = set()
-
-    @property
-    def carried_tokens(self) -> int:
-        """Token ids of the requests it carries whole."""
-        return sum(row.token_ids.size for row in self._new_rows.values())
 
     @property
     def new_slots(self) -> list[int]:
@@ -67,9 +64,11 @@ class Draft:
 
     def carry(self, slot: int, request: Request, computed: int) -> None:
         """Sends the request in this row whole."""
+        token_ids = request.token_ids()
+        self.carried_tokens += token_ids.size
         self._new_rows[slot] = NewRow(
             slot=slot,
-            token_ids=request.token_ids(),
+            token_ids=token_ids,
             prompt_len=request.prompt_len,
             num_computed=computed,
             sampling=request.spec.sampling,

@@ -80,6 +80,7 @@ class WorkerState:
         """Preempted requests with tokens in flight, by (slot, generation)."""
         self.is_eos: npt.NDArray[np.bool_] = np.zeros(spec.vocab_size, np.bool_)
         self.is_eos[list(spec.eos_token_ids)] = True
+        self._offsets: IntArray = np.arange(spec.block_size)
         self.ones: IntArray = np.ones(spec.max_num_seqs, np.int64)
         self.zeros: IntArray = np.zeros(spec.max_num_seqs, np.int64)
 
@@ -136,10 +137,18 @@ class WorkerState:
         size, chain = self.spec.block_size, request.chain
         known = len(chain)
         parent = chain[known - 1] if known else self.root(request)
-        for block in range(known, slot_tokens.size // size):
-            tokens = slot_tokens[block * size : (block + 1) * size]
-            parent = self._hashing.block(parent, tokens.astype("<u4", copy=False).tobytes())
+        data = slot_tokens[known * size :].astype("<u4", copy=False).tobytes()
+        width = 4 * size
+        for start in range(0, len(data) - width + 1, width):
+            parent = self._hashing.block(parent, data[start : start + width])
             chain.append(parent)
+
+    def _extend_by(self, request: Request, block: bytes) -> None:
+        """Adds the digest of the next block to the request's chain."""
+        assert self._hashing is not None
+        known = len(request.chain)
+        parent = request.chain[known - 1] if known else self.root(request)
+        request.chain.append(self._hashing.block(parent, block))
 
     def register_filled(self, slots: list[int], computed: list[int]) -> list[tuple[int, str]]:
         """Makes the rows' full blocks below these computed tokens findable.
@@ -153,10 +162,17 @@ class WorkerState:
         parents: list[bytes] = []
         tokens: list[TokenArray] = []
         faulty: list[tuple[int, str]] = []
-        for slot, end in zip(slots, computed, strict=True):
+        firsts = rows.registered[slots]
+        # The tokens of each row's next block in one gather: in decode that is all there is to hash.
+        places = np.minimum(firsts[:, None] * size + self._offsets, rows.tokens.shape[1] - 1)
+        next_blocks = rows.tokens[np.array(slots)[:, None], places].astype("<u4", copy=False)
+        data, width = next_blocks.tobytes(), 4 * size
+        work = zip(slots, computed, firsts.tolist(), strict=True)
+        for place, (slot, end, first) in enumerate(work):
             request, full = rows.request(slot), end // size
-            first = rows.registered.item(slot)
             try:
+                if len(request.chain) == first:
+                    self._extend_by(request, data[place * width : (place + 1) * width])
                 if len(request.chain) < full:
                     self.extend_hashes(request, rows.tokens[slot, : full * size])
                 digests.append(request.chain.between(first, full))
