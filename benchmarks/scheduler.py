@@ -15,6 +15,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.scheduler_hash import hash_costs, hash_table
+from benchmarks.scheduler_long_prompt import long_prompt_costs, long_prompt_table
 from services.scheduler.core.config import Config
 from services.scheduler.core.plan import (
     AddRequest,
@@ -147,6 +149,13 @@ class SchedulerBench:
         """Adds the arguments."""
         parser.add_argument("--rows", default="1,32,256,1024", help="row counts, comma separated")
         parser.add_argument("--steps", type=int, default=400, help="steps timed per row count")
+        parser.add_argument(
+            "--long-prompts",
+            type=int,
+            default=5,
+            metavar="TRIALS",
+            help="trials of long prompts that come while others decode; 0: none (default: 5)",
+        )
         parser.add_argument("--json", type=Path, help="also write the figures to this file")
 
     def run(self, args: argparse.Namespace) -> int:
@@ -170,8 +179,15 @@ class SchedulerBench:
                 f"{cost.us_per_row:.2f}",
             )
         Console().print(table)
+        hashes = hash_costs()
+        Console().print(hash_table(hashes))
+        long_prompts = long_prompt_costs(args.long_prompts) if args.long_prompts > 0 else []
+        if long_prompts:
+            Console().print(long_prompt_table(long_prompts))
         if args.json:
-            args.json.write_text(json.dumps({"decode": [asdict(cost) for cost in costs]}, indent=1))
+            parts = {"decode": costs, "hash": hashes, "long_prompt": long_prompts}
+            figures = {name: [asdict(cost) for cost in part] for name, part in parts.items()}
+            args.json.write_text(json.dumps(figures, indent=1))
         return 0
 
 

@@ -201,10 +201,11 @@ def with_traceparent(call: TokenCall, traceparent: str) -> TokenCall:
 
 def parse_token_ids(message: generation_pb2.TokenIds, field: str) -> TokenArray:
     """uint32 [n] from either form."""
-    if message.packed and message.ids:
+    packed = message.packed  # a copy at each access
+    if packed and message.ids:
         raise InvalidArgument(field, "fill either packed or ids, not both")
-    if message.packed:
-        return parse_column(message.packed, f"{field}.packed")
+    if packed:
+        return parse_column(packed, f"{field}.packed")
     return np.array(message.ids, np.uint32)
 
 
