@@ -66,9 +66,9 @@ class Pin:
         with admin_service(args) as service:
             response = service.PinPrefix(request, timeout=args.timeout)
         if args.json:
-            print(json.dumps({"blocks": response.blocks, "blocks_kept": response.blocks_kept}))
+            print(json.dumps({"blocks": response.blocks, "cached": response.blocks_cached}))
         else:
-            print(f"{args.pin}: {response.blocks} blocks, {response.blocks_kept} cached now")
+            print(f"{args.pin}: {response.blocks} blocks, {response.blocks_cached} cached now")
         return 0
 
 
@@ -114,14 +114,20 @@ class Pins:
         width = max((len(pin.name) for pin in response.pins), default=0)
         for pin in response.pins:
             left = f"{pin.expires_in_ms / 1000:.0f} s left" if _expires(pin) else "until unpinned"
-            print(f"{pin.name:<{width}}  {pin.blocks:>6} blocks  {left}")
+            blocks = f"{pin.blocks_cached} of {pin.blocks} blocks cached"
+            print(f"{pin.name:<{width}}  {blocks}  {left}")
         print(f"{response.blocks_pinned} blocks are kept by pins alone now")
         return 0
 
 
 def _facts(pin: admin_pb2.PinnedPrefix) -> dict[str, str | int | None]:
     left_ms = pin.expires_in_ms if _expires(pin) else None
-    return {"name": pin.name, "blocks": pin.blocks, "expires_in_ms": left_ms}
+    return {
+        "name": pin.name,
+        "blocks": pin.blocks,
+        "cached": pin.blocks_cached,
+        "expires_in_ms": left_ms,
+    }
 
 
 def _expires(pin: admin_pb2.PinnedPrefix) -> bool:

@@ -188,12 +188,12 @@ class PinPrefixRequest(_message.Message):
     def __init__(self, name: _Optional[str] = ..., tokens: _Optional[_Union[_generation_pb2.TokenIds, _Mapping]] = ..., tenant: _Optional[str] = ..., cache_salt: _Optional[str] = ..., ttl_s: _Optional[int] = ..., actor: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class PinPrefixResponse(_message.Message):
-    __slots__ = ("blocks", "blocks_kept")
+    __slots__ = ("blocks", "blocks_cached")
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    BLOCKS_KEPT_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_CACHED_FIELD_NUMBER: _ClassVar[int]
     blocks: int
-    blocks_kept: int
-    def __init__(self, blocks: _Optional[int] = ..., blocks_kept: _Optional[int] = ...) -> None: ...
+    blocks_cached: int
+    def __init__(self, blocks: _Optional[int] = ..., blocks_cached: _Optional[int] = ...) -> None: ...
 
 class UnpinPrefixRequest(_message.Message):
     __slots__ = ("name", "actor", "reason")
@@ -222,11 +222,13 @@ class ListPinsResponse(_message.Message):
     def __init__(self, pins: _Optional[_Iterable[_Union[PinnedPrefix, _Mapping]]] = ..., blocks_pinned: _Optional[int] = ...) -> None: ...
 
 class PinnedPrefix(_message.Message):
-    __slots__ = ("name", "blocks", "expires_in_ms")
+    __slots__ = ("name", "blocks", "blocks_cached", "expires_in_ms")
     NAME_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_CACHED_FIELD_NUMBER: _ClassVar[int]
     EXPIRES_IN_MS_FIELD_NUMBER: _ClassVar[int]
     name: str
     blocks: int
+    blocks_cached: int
     expires_in_ms: int
-    def __init__(self, name: _Optional[str] = ..., blocks: _Optional[int] = ..., expires_in_ms: _Optional[int] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., blocks: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., expires_in_ms: _Optional[int] = ...) -> None: ...

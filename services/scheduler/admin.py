@@ -51,13 +51,16 @@ class Configurable(Protocol):
         """Replaces the configuration by what `change` makes of it; raises what that raises."""
 
     async def pin(self, pin: Pin) -> int:
-        """Pins; gives the blocks kept now, or raises Refused."""
+        """Pins; gives the blocks cached now, or raises Refused."""
 
     async def unpin(self, name: str) -> bool:
         """Ends a pin; False where there is none."""
 
     def pins(self) -> tuple[Pin, ...]:
         """Those in force."""
+
+    def cached_blocks(self, hashes: bytes) -> int:
+        """How many of them some worker has cached."""
 
     def loads(self) -> Loads:
         """Gauges and counters."""
@@ -156,7 +159,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         for_s = "" if call.ttl_us is None else f" for {call.ttl_us // 1_000_000} s"
         new = f"{_blocks(blocks)}{for_s}"
         try:
-            kept = await self._loop.pin(pin)
+            cached = await self._loop.pin(pin)
         except Refused as error:
             raise admin_codec.pin_error(error.refusal) from error
         except asyncio.CancelledError:
@@ -164,7 +167,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             self._note_pin(origin, call.name, before, f"{new}, unless it was refused")
             raise
         self._note_pin(origin, call.name, before, new)
-        return admin_pb2.PinPrefixResponse(blocks=blocks, blocks_kept=kept)
+        return admin_pb2.PinPrefixResponse(blocks=blocks, blocks_cached=cached)
 
     async def UnpinPrefix(
         self, request: admin_pb2.UnpinPrefixRequest, context: Context
@@ -195,7 +198,10 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         assert now is not None
         pins = sorted(self._loop.pins(), key=lambda pin: pin.name)
         return admin_pb2.ListPinsResponse(
-            pins=[admin_codec.pin_message(pin, now, DIGEST_BYTES) for pin in pins],
+            pins=[
+                admin_codec.pin_message(pin, self._loop.cached_blocks(pin.hashes), now)
+                for pin in pins
+            ],
             blocks_pinned=sum(worker.blocks_pinned for worker in self._loop.loads().workers),
         )
 

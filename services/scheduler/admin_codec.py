@@ -16,6 +16,7 @@ from services.chassis.errors import (
 )
 from services.scheduler import codec
 from services.scheduler.audit import Change, Origin
+from services.scheduler.core.chain import DIGEST_BYTES
 from services.scheduler.core.config import Config, Eviction, Policy, PriorityClass, TenantPolicy
 from services.scheduler.core.plan import Limits, Pin, Refusal, TokenArray
 from services.scheduler.hashing import explicit_salt, tenant_salt
@@ -384,24 +385,25 @@ def pin_error(refusal: Refusal) -> ServiceError:
     """The error for a pin that the core did not take."""
     if refusal.reason == "PIN_LIMIT":
         return FailedPrecondition(
-            f"tokens: pins may keep at most {refusal.limit} blocks of a worker, with this one they "
-            f"would keep {refusal.got}; unpin others, or raise max_pinned_share",
+            f"tokens: pins have room for {refusal.limit} blocks more, got {refusal.got}; unpin "
+            "others, or raise max_pinned_share",
             reason=refusal.reason,
             metadata={"limit": str(refusal.limit), "got": str(refusal.got)},
         )
     return codec.refusal_error(refusal)
 
 
-def pin_message(pin: Pin, now: int, digest_bytes: int) -> admin_pb2.PinnedPrefix:
+def pin_message(pin: Pin, cached: int, now: int) -> admin_pb2.PinnedPrefix:
     """One entry of the list of pins.
 
     Args:
         pin: in force.
+        cached: blocks of it that some worker has.
         now: on the clock of the core, microseconds.
-        digest_bytes: of one block.
     """
     return admin_pb2.PinnedPrefix(
         name=pin.name,
-        blocks=len(pin.hashes) // digest_bytes,
+        blocks=len(pin.hashes) // DIGEST_BYTES,
+        blocks_cached=cached,
         expires_in_ms=None if pin.expires is None else max(0, pin.expires - now) // 1000,
     )

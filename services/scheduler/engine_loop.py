@@ -200,6 +200,10 @@ class EngineLoop:
         """Prefixes that are kept cached."""
         return self._core.pins()
 
+    def cached_blocks(self, hashes: bytes) -> int:
+        """How many of these hashes, back to back, some worker has cached."""
+        return self._core.cached_blocks(hashes)
+
     def cached_hashes(self) -> bytes:
         """The hashes of all cached blocks, back to back."""
         return self._core.cached_hashes()

@@ -63,13 +63,15 @@ class FakeLoop:
     async def pin(self, pin: Pin) -> int:
         await self.turn.wait()
         others = [one for one in self._pins.values() if one.name != pin.name]
-        blocks = sum(len(one.hashes) // 32 for one in [*others, pin])
-        if blocks > self.most_pinned:
-            raise Refused(
-                Refusal(field="hashes", reason="PIN_LIMIT", limit=self.most_pinned, got=blocks)
-            )
+        left = self.most_pinned - sum(len(one.hashes) // 32 for one in others)
+        if (blocks := len(pin.hashes) // 32) > left:
+            raise Refused(Refusal(field="prompt", reason="PIN_LIMIT", limit=left, got=blocks))
         self._pins[pin.name] = pin
-        return 0
+        return self.cached_blocks(pin.hashes)
+
+    def cached_blocks(self, hashes: bytes) -> int:
+        """As if the first block of every prefix were cached."""
+        return min(1, len(hashes) // 32)
 
     async def unpin(self, name: str) -> bool:
         await self.turn.wait()

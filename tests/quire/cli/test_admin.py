@@ -118,19 +118,19 @@ async def test_changes_say_who_and_why(
 
 async def test_a_prefix_is_pinned_by_its_token_ids(scheduler: Scheduler) -> None:
     pinned = await scheduler.quire("pin", "a", "--token-ids", "1,2,3,4,5,6,7,8,9", "--ttl", "60")
-    assert pinned == "a: 2 blocks, 0 cached now\n"
+    assert pinned == "a: 2 blocks, 1 cached now\n"
     (pin,) = scheduler.loop.pins()
     assert pin.expires == scheduler.loop.now + 60_000_000
     await scheduler.quire("pin", "long name", "--token-ids=1,2,3,4", "--tenant=t", "--json")
     assert await scheduler.quire("pins") == (
-        "a               2 blocks  60 s left\n"
-        "long name       1 blocks  until unpinned\n"
+        "a          1 of 2 blocks cached  60 s left\n"
+        "long name  1 of 1 blocks cached  until unpinned\n"
         "3 blocks are kept by pins alone now\n"
     )
     assert json.loads(await scheduler.quire("pins", "--json")) == {
         "pins": [
-            {"name": "a", "blocks": 2, "expires_in_ms": 60_000},
-            {"name": "long name", "blocks": 1, "expires_in_ms": None},
+            {"name": "a", "blocks": 2, "cached": 1, "expires_in_ms": 60_000},
+            {"name": "long name", "blocks": 1, "cached": 1, "expires_in_ms": None},
         ],
         "blocks_pinned": 3,
     }

@@ -185,12 +185,14 @@ def chain(salt: bytes, *blocks: tuple[int, ...]) -> bytes:
 
 async def test_a_pin_has_the_hashes_of_its_full_blocks(admin: Admin) -> None:
     response = await admin.pin("sys", *range(10), ttl_s=60, tenant="acme")
-    assert response.blocks == 2
+    assert (response.blocks, response.blocks_cached) == (2, 1)
     hashes = chain(tenant_salt("acme"), (0, 1, 2, 3), (4, 5, 6, 7))
     assert admin.loop.pins() == (Pin(name="sys", hashes=hashes, expires=61_000_000),)
     admin.loop.now += 1_500_000
     listed = await admin.stub.ListPins(admin_pb2.ListPinsRequest())
-    assert list(listed.pins) == [admin_pb2.PinnedPrefix(name="sys", blocks=2, expires_in_ms=58_500)]
+    assert list(listed.pins) == [
+        admin_pb2.PinnedPrefix(name="sys", blocks=2, blocks_cached=1, expires_in_ms=58_500)
+    ]
     assert listed.blocks_pinned == 3
     assert await admin.changes() == [("pin.sys", "none", "2 blocks for 60 s")]
 
@@ -220,7 +222,7 @@ async def test_a_pin_is_replaced_and_ended(admin: Admin) -> None:
 
 async def test_pins_have_a_cap(admin: Admin) -> None:
     await admin.pin("a", *range(12))
-    with refused("FAILED_PRECONDITION", "tokens: ", "at most 4 blocks", "would keep 5"):
+    with refused("FAILED_PRECONDITION", "tokens: ", "room for 1 blocks more, got 2"):
         await admin.pin("b", *range(8))
     assert (await admin.pin("b", *range(4))).blocks == 1
     assert [name for name, *_ in await admin.changes()] == ["pin.a", "pin.b"]
