@@ -10,8 +10,8 @@ from typing import Any
 import grpc
 import pytest
 
-from quire.v1 import admin_pb2, admin_pb2_grpc
-from quire.v1.generation_pb2 import TokenIds
+from quire.v1 import admin_pb2, admin_pb2_grpc, token_pb2
+from quire.v1.generation_pb2 import StoppingCriteria, TokenIds
 from services.chassis.server import GrpcServer
 from services.scheduler.admin import MOST_PINS, AdminServicer
 from services.scheduler.audit import AuditLog
@@ -21,6 +21,8 @@ from services.scheduler.hashing import SHA256, explicit_salt, tenant_salt
 from services.scheduler.prompt_hasher import PromptHasher
 from services.scheduler.session_chains import SessionChains
 from tests.fakes.admin_loop import FakeLoop
+from tests.fakes.scripted_worker import attached, column
+from tests.services.scheduler.conftest import Running, running_scheduler
 
 Config_ = admin_pb2.SchedulerConfig
 NOW_US = 1_700_000_000_123_456
@@ -281,3 +283,147 @@ async def test_whoever_leaves_before_the_answer_is_noted_all_the_same(admin: Adm
         ("pin.new", "none", "1 block, unless it was refused"),
         ("pin.old", "1 block", "none"),
     ]
+
+
+# Before the real loop
+
+
+class Behind:
+    """The admin service of a running scheduler."""
+
+    def __init__(self, scheduler: Running) -> None:
+        self.scheduler = scheduler
+        self.stub = admin_pb2_grpc.AdminServiceStub(scheduler.channel)
+
+    async def set(self, **change: Any) -> admin_pb2.SetConfigResponse:
+        request = admin_pb2.SetConfigRequest(change=Config_(**change), actor="ann")
+        return await self.stub.SetConfig(request)
+
+    async def generate(self, *prompt: int, max_tokens: int = 3) -> int:
+        """Generates, and gives how many tokens of the prompt were cached."""
+        request = token_pb2.TokenRequest(
+            prompt=TokenIds(ids=prompt), stopping=StoppingCriteria(max_tokens=max_tokens)
+        )
+        call = self.scheduler.tokens.Generate(
+            token_pb2.TokenServiceGenerateRequest(request=request)
+        )
+        responses = [response async for response in call]
+        return responses[-1].finished.usage.cached_tokens
+
+
+@pytest.fixture
+async def behind(tmp_path: Path) -> AsyncIterator[Behind]:
+    async with running_scheduler(tmp_path) as scheduler:
+        yield Behind(scheduler)
+
+
+async def test_the_sequence_cap_falls_and_rises_again_within_a_run(behind: Behind) -> None:
+    async with attached(behind.scheduler.target) as worker, asyncio.TaskGroup() as tasks:
+        most: list[int] = []
+
+        async def work() -> None:
+            while True:
+                step = await worker.step()
+                most.append(len(column(step.slots)))
+                await worker.answer(step)
+
+        async def run_four() -> int:
+            most.clear()
+            async with asyncio.TaskGroup() as requests:
+                for first in range(4):
+                    requests.create_task(behind.generate(first + 10, 5, max_tokens=8))
+            return max(most)
+
+        working = tasks.create_task(work())
+        assert await run_four() == 4
+        await behind.set(max_num_seqs=1)
+        assert await run_four() == 1
+        await behind.set(max_num_seqs=3)
+        assert await run_four() == 3
+        await behind.set(max_num_seqs=0)
+        assert await run_four() == 4
+        working.cancel()
+
+
+async def test_the_token_budget_and_the_chunk_change(behind: Behind) -> None:
+    async with attached(behind.scheduler.target) as worker, asyncio.TaskGroup() as tasks:
+        for change, tokens in (
+            ({"max_num_batched_tokens": 5}, 5),
+            ({"prefill_chunk_size": 3}, 3),
+            ({"prefill_chunk_size": 512, "max_num_batched_tokens": 0}, 8),
+        ):
+            await behind.set(**change)
+            call = tasks.create_task(behind.generate(*range(tokens, tokens + 12), max_tokens=1))
+            step = await worker.step()
+            assert column(step.num_tokens) == [tokens]
+            await worker.answer(step)
+            while not call.done():
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(0.05):
+                        await worker.answer(await worker.step())
+
+
+async def test_queue_bounds_change(behind: Behind) -> None:
+    """Without a worker everything waits."""
+    await behind.set(max_queued_requests=1)
+    async with asyncio.TaskGroup() as tasks:
+        waiting = tasks.create_task(behind.generate(1, 2))
+        async with asyncio.timeout(5):
+            while (await behind.scheduler.loads()).waiting < 1:
+                await asyncio.sleep(0.01)
+        with refused("RESOURCE_EXHAUSTED", "at most so many requests: 1"):
+            await behind.generate(3, 4)
+        await behind.set(max_queued_requests=0)
+        more = tasks.create_task(behind.generate(3, 4))
+        async with attached(behind.scheduler.target) as worker:
+            serving = tasks.create_task(worker.serve())
+            await asyncio.wait([waiting, more])
+            serving.cancel()
+
+
+async def test_a_pinned_prefix_outlives_what_evicts_another(behind: Behind) -> None:
+    """The worker has 16 blocks of 4 tokens; a quarter of them may be pinned."""
+    async with attached(behind.scheduler.target) as worker, asyncio.TaskGroup() as tasks:
+        serving = tasks.create_task(worker.serve())
+        pinned, other = range(10, 22), range(30, 42)
+        await behind.generate(*pinned, 1)
+        await behind.generate(*other, 1)
+        pin = admin_pb2.PinPrefixRequest(name="p", tokens=TokenIds(ids=pinned), actor="ann")
+        response = await behind.stub.PinPrefix(pin)
+        assert (response.blocks, response.blocks_cached) == (3, 3)
+        for first in (50, 60):
+            await behind.generate(*[first] * 40, 1)
+        assert await behind.generate(*other, 1) == 0
+        assert await behind.generate(*pinned, 1) == 12
+        pin.name = "q"
+        with refused("FAILED_PRECONDITION", "tokens: pins have room for 1 blocks more, got 3"):
+            await behind.stub.PinPrefix(pin)
+        (listed,) = (await behind.stub.ListPins(admin_pb2.ListPinsRequest())).pins
+        assert (listed.name, listed.blocks, listed.blocks_cached) == ("p", 3, 3)
+        await behind.stub.UnpinPrefix(admin_pb2.UnpinPrefixRequest(name="p", actor="ann"))
+        for first in (50, 60):
+            await behind.generate(*[first] * 40, 1)
+        assert await behind.generate(*pinned, 1) == 0
+        serving.cancel()
+
+
+async def test_a_pin_expires(behind: Behind) -> None:
+    async with attached(behind.scheduler.target):
+        request = admin_pb2.PinPrefixRequest(
+            name="p", tokens=TokenIds(ids=range(4)), ttl_s=1, actor="ann"
+        )
+        await behind.stub.PinPrefix(request)
+        async with asyncio.timeout(10):
+            while (await behind.stub.ListPins(admin_pb2.ListPinsRequest())).pins:
+                await asyncio.sleep(0.02)
+
+
+async def test_a_refused_change_leaves_the_loop_alive(behind: Behind) -> None:
+    with refused("INVALID_ARGUMENT", "change.partial_block_reuse: cannot change"):
+        await behind.set(partial_block_reuse=True)
+    request = admin_pb2.SetConfigRequest(
+        change=Config_(ageing_ms=1), actor="ann", expected_version=9
+    )
+    with refused("ABORTED"):
+        await behind.stub.SetConfig(request)
+    assert (await behind.set(ageing_ms=1)).config.ageing_ms == 1
