@@ -11,7 +11,7 @@ from quire.v1 import token_pb2, worker_pb2
 from services.chassis.errors import InvalidArgument
 from services.chassis.unknown_fields import refuse_unknown_fields
 from services.scheduler.codec import check_major, check_name, parse_column
-from services.scheduler.core.plan import RowFailure, StepPlan, StepResult, WorkerSpec
+from services.scheduler.core.plan import RowFailure, StepPlan, StepResult, TokenArray, WorkerSpec
 from services.scheduler.link_timings import StepTimings
 
 _MAX_EOS_TOKENS = 4096
@@ -90,7 +90,7 @@ def step_message(plan: StepPlan) -> worker_pb2.AttachResponse:
             new_requests=[
                 worker_pb2.NewRequest(
                     slot=row.slot,
-                    token_ids=row.token_ids.astype("<u4", copy=False).tobytes(),
+                    token_ids=_packed(row.token_ids),
                     prompt_len=row.prompt_len,
                     num_computed=row.num_computed,
                     temperature=row.sampling.temperature,
@@ -110,6 +110,19 @@ def step_message(plan: StepPlan) -> worker_pb2.AttachResponse:
             copied_to=plan.copied_to.astype("<u4").tobytes(),
         )
     )
+
+
+def _packed(token_ids: TokenArray) -> bytes:
+    """A column of tokens; the very bytes it came in with, where it is a view of all of them.
+
+    Spares a copy of half a megabyte for a prompt of 131,072 tokens, while a step waits for it.
+    """
+    source: object = token_ids.base
+    whole = isinstance(source, bytes) and len(source) == token_ids.nbytes
+    if whole and token_ids.dtype == "<u4" and token_ids.flags.c_contiguous:
+        assert isinstance(source, bytes)
+        return source
+    return token_ids.astype("<u4", copy=False).tobytes()
 
 
 def parse_result(message: worker_pb2.StepResult) -> tuple[StepResult, StepTimings]:
