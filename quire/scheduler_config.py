@@ -122,7 +122,6 @@ FIXED_FLAGS = (
     "log-level",
     "prefix-caching-hash-algo",
     "priority-class",
-    "step-timeout",
 )
 """Flags of the scheduler that only count when it starts, without their dashes."""
 

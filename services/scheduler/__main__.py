@@ -30,7 +30,7 @@ INFO_SERVICE = "quire.v1.InfoService"
 WORKER_LINK_SERVICE = "quire.v1.WorkerLinkService"
 ADMIN_SERVICE = "quire.v1.AdminService"
 
-_HANG_CHECK_S = 1.0
+_STALL_CHECK_S = 1.0
 
 
 def wire(
@@ -114,9 +114,7 @@ async def serve_with(
 
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(loop.run())
-        readiness = tasks.create_task(
-            follow_readiness(loop, server, settings.worker_grace, settings.step_timeout)
-        )
+        readiness = tasks.create_task(follow_readiness(loop, server, settings.worker_grace))
         await stopping.wait()
         loop.draining = True
         readiness.cancel()
@@ -143,22 +141,23 @@ async def start_admin(admin: GrpcServer, settings: Settings, server: GrpcServer)
     log.info("admin service on %s", ", ".join(bound))
 
 
-async def follow_readiness(
-    loop: EngineLoop, server: GrpcServer, grace_s: float, step_timeout_s: float
-) -> None:
-    """Ready while a worker is attached that answers, and for `grace_s` after the last one left.
+async def follow_readiness(loop: EngineLoop, server: GrpcServer, grace_s: float) -> None:
+    """Ready while a worker is attached and work moves, and for `grace_s` after the last one left.
 
     Args:
         loop: told, and through it the sessions.
         server: whose health it is.
         grace_s: seconds.
-        step_timeout_s: how long all workers may owe an answer, seconds.
     """
     while True:
         loop.workers_changed.clear()
         if loop.limits is not None:
-            loop.serving = not loop.hangs(int(step_timeout_s * 1e6))
-            pause_s: float | None = min(_HANG_CHECK_S, step_timeout_s)
+            stall = loop.stall()
+            if stall is not None and loop.serving:
+                blocks = stall.request_id or "nobody's request"
+                log.error("nothing moves, and %s waits: %s", blocks, stall.reason)
+            loop.serving = stall is None
+            pause_s: float | None = min(_STALL_CHECK_S, loop.config.stall_timeout_us / 1e6)
         else:
             pause_s = grace_s if loop.serving else None
         await server.set_ready(loop.serving)

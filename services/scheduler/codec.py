@@ -35,6 +35,7 @@ from services.scheduler.core.plan import (
     Loads,
     Refusal,
     Sampling,
+    Stall,
     TokenArray,
 )
 from services.scheduler.digest import LoadReport
@@ -435,9 +436,16 @@ def _invalid(refusal: Refusal) -> InvalidArgument:
 
 
 def loads_response(
-    loads: Loads, timings: Mapping[str, LinkTimings | None]
+    loads: Loads, timings: Mapping[str, LinkTimings | None], stall: Stall | None, now: int
 ) -> info_pb2.GetLoadsResponse:
-    """Gauges and counters for the wire, with the timings of the links by worker id."""
+    """Gauges and counters for the wire.
+
+    Args:
+        loads: of the core.
+        timings: of the links, by worker id.
+        stall: what blocks, if anything does.
+        now: on the clock of the core, microseconds.
+    """
     counters = loads.counters
     return info_pb2.GetLoadsResponse(
         running=loads.running,
@@ -463,6 +471,11 @@ def loads_response(
         waiting_tokens=loads.waiting_tokens,
         classes=[info_pb2.ClassLoad(**asdict(one)) for one in loads.classes],
         tenants=[info_pb2.TenantLoad(**asdict(one)) for one in loads.tenants],
+        stall=None
+        if stall is None
+        else info_pb2.Stall(
+            request_id=stall.request_id, reason=stall.reason, stalled_us=now - stall.since
+        ),
     )
 
 

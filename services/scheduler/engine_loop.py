@@ -191,6 +191,10 @@ class EngineLoop:
         """What blocks, where work waits and nothing has moved for too long."""
         return self._core.stall(_now())
 
+    def now(self) -> int:
+        """The clock of the core, microseconds."""
+        return _now()
+
     @property
     def config(self) -> Config:
         """The configuration in force."""

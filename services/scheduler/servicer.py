@@ -216,4 +216,6 @@ class InfoServicer(info_pb2_grpc.InfoServiceServicer):
     ) -> info_pb2.GetLoadsResponse:
         """Gauges and counters."""
         refuse_unknown_fields(request)
-        return codec.loads_response(self._loop.loads(), self._loop.timings())
+        return codec.loads_response(
+            self._loop.loads(), self._loop.timings(), self._loop.stall(), self._loop.now()
+        )

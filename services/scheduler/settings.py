@@ -151,12 +151,6 @@ class Settings:
         check=lambda s: 0 <= s < 1e9,
         rule="must be >= 0",
     )
-    step_timeout: float = setting(
-        help="seconds that every worker may owe an answer before the service tells that it hangs",
-        default=30.0,
-        check=lambda s: 0 < s < 1e9,
-        rule="must be > 0",
-    )
     check_block_tables: bool = setting(
         help="send a digest of the block tables with every step, for workers to compare",
         default=False,

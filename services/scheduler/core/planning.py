@@ -35,6 +35,9 @@ from services.scheduler.core.yielding import (
 _MAX_PASSED_OVER = 256
 """Waiting requests looked at and left in one step; bounds the time of `plan`."""
 
+_MOST_STEPS_WITHOUT_PREFILL = 16
+"""After so many steps whose decodes left no time for prefills, one block is computed all the same."""
+
 _MAX_DISPLACING = 8
 """Waiting requests that displace running ones in one step; bounds the time of `plan`."""
 
@@ -238,8 +241,13 @@ class Planner:
             most = config.prefill_chunk_size
         else:
             self._chunk_size = self._budget
-        # One block in each step at least, so that new prompts are never shut out.
-        self._prefill_left = min(self._budget, max(most, worker.spec.block_size))
+        # A block every now and then, so that new prompts are never shut out.
+        worker.steps_without_prefill += 1
+        if most < 1 and worker.steps_without_prefill >= _MOST_STEPS_WITHOUT_PREFILL:
+            most = worker.spec.block_size
+        if most > 0:
+            worker.steps_without_prefill = 0
+        self._prefill_left = min(self._budget, most)
 
     def _longest_prefill(self) -> int:
         """Tokens computed of the running prefill that has got furthest."""

@@ -115,7 +115,7 @@ class Scheduler:
             output=spec.resumed.tolist(),
             chain=Chain(spec.prompt_hashes),
         )
-        if self.is_idle:
+        if self.is_idle and not self._is_owed():
             self._moved = now
         self._next_arrival += 1
         self._accepted += 1
@@ -386,7 +386,7 @@ class Scheduler:
 
     def stall(self, now: int) -> Stall | None:
         """What blocks, where work waits and nothing has moved for the stated time."""
-        if self.is_idle or not self._workers:
+        if not self._workers or (self.is_idle and not self._is_owed()):
             return None
         if now - self._moved < self._config.stall_timeout_us:
             return None
@@ -608,6 +608,10 @@ class Scheduler:
             request.limit = min(request.limit, most)
 
     # Workers and queue
+
+    def _is_owed(self) -> bool:
+        """Whether some worker owes the answer to a step."""
+        return any(worker.open for worker in self._workers.values())
 
     def _surroundings(self, worker: WorkerState) -> Surroundings:
         return Surroundings(

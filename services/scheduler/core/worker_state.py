@@ -80,6 +80,8 @@ class WorkerState:
         """Preempted requests with tokens in flight, by (slot, generation)."""
         self.is_eos: npt.NDArray[np.bool_] = np.zeros(spec.vocab_size, np.bool_)
         self.is_eos[list(spec.eos_token_ids)] = True
+        self.steps_without_prefill = 0
+        """In a row, while prompts waited for computation and decodes left no time."""
         self._offsets: IntArray = np.arange(spec.block_size)
         self.ones: IntArray = np.ones(spec.max_num_seqs, np.int64)
         self.zeros: IntArray = np.zeros(spec.max_num_seqs, np.int64)

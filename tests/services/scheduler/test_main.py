@@ -63,14 +63,14 @@ class Followed:
 
 @contextlib.asynccontextmanager
 async def followed(
-    folder: Path, *, grace_s: float, step_timeout_s: float
+    folder: Path, *, grace_s: float, stall_timeout_s: float = 60
 ) -> AsyncIterator[Followed]:
-    loop, server = wire(Settings(check_block_tables=True))
+    loop, server = wire(Settings(check_block_tables=True, stall_timeout=stall_timeout_s))
     (target,) = await server.start([f"unix://{folder}/s.sock"])
     async with asyncio.TaskGroup() as tasks, grpc.aio.insecure_channel(target) as channel:
         made = Followed(channel, target)
         running = [
-            tasks.create_task(follow_readiness(loop, server, grace_s, step_timeout_s)),
+            tasks.create_task(follow_readiness(loop, server, grace_s)),
             tasks.create_task(made.listen()),
         ]
         tasks.create_task(loop.run())
@@ -84,7 +84,7 @@ async def followed(
 
 
 async def test_ready_while_a_worker_is_attached_and_within_the_grace_time(tmp_path: Path) -> None:
-    async with followed(tmp_path, grace_s=0.2, step_timeout_s=60) as scheduler:
+    async with followed(tmp_path, grace_s=0.2) as scheduler:
         await scheduler.reach(False)
         async with attached(scheduler.target):
             await scheduler.reach(True)
@@ -96,7 +96,7 @@ async def test_ready_while_a_worker_is_attached_and_within_the_grace_time(tmp_pa
 @pytest.mark.parametrize("hangs", [True, False])
 async def test_ready_only_while_steps_are_answered(tmp_path: Path, hangs: bool) -> None:
     timeout_s = 0.05 if hangs else 60.0
-    async with followed(tmp_path, grace_s=60, step_timeout_s=timeout_s) as scheduler:
+    async with followed(tmp_path, grace_s=60, stall_timeout_s=timeout_s) as scheduler:
         await scheduler.reach(False)
         async with attached(scheduler.target) as worker:
             await scheduler.reach(True)
@@ -114,7 +114,7 @@ async def test_ready_only_while_steps_are_answered(tmp_path: Path, hangs: bool) 
 
 
 async def test_an_idle_worker_stays_ready(tmp_path: Path) -> None:
-    async with followed(tmp_path, grace_s=60, step_timeout_s=0.02) as scheduler:
+    async with followed(tmp_path, grace_s=60, stall_timeout_s=0.02) as scheduler:
         await scheduler.reach(False)
         async with attached(scheduler.target):
             await scheduler.reach(True)
