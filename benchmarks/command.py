@@ -24,6 +24,13 @@ COMMAND = Group(
             needs=("numpy",),
         ),
         Entry(
+            name="recording",
+            help="what recording adds to a step of the scheduler core",
+            target="benchmarks.recording:COMMAND",
+            extra="scheduler",
+            needs=("numpy",),
+        ),
+        Entry(
             name="link",
             help="cost of the step link per step, without a model",
             target="benchmarks.link:COMMAND",

@@ -23,6 +23,7 @@ _WRITE_EVERY_S = 0.25
 """What a process that is killed may lose."""
 _MAX_PENDING_BYTES = 64 << 20
 """Entries that wait for the disk before recording ends."""
+_ENTRY_BYTES = 128
 _CHUNK_BYTES = 1 << 20
 _CLOSE_WITHIN_S = 10.0
 
@@ -49,7 +50,7 @@ class Journal:
         self.is_open = True
         """Whether entries are still taken."""
         self._max_pending = max_pending_bytes
-        self._pending: deque[tuple[Message, int]] = deque()  # bounded in bytes, by `put`
+        self._pending: deque[tuple[codec.Entry, bytes, int]] = deque()  # bounded in bytes, by `put`
         # Each is written by one thread alone; their difference is what waits.
         self._bytes_put = self._bytes_taken = 0
         self._last_now = header.started
@@ -65,17 +66,23 @@ class Journal:
         self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
         self._thread.start()
 
-    def put(self, entry: codec.Entry) -> None:
-        """Takes an entry; it is in the file a moment later."""
+    def put(self, entry: codec.Entry, canonical: bytes, payload: int = 0) -> None:
+        """Takes an entry; it is in the file a moment later.
+
+        Args:
+            entry: without the digest of its answer.
+            canonical: the answer.
+            payload: bytes of what the entry carries beyond some hundred and those of the answer.
+        """
         if not self.is_open:
             return
-        size = entry.ByteSize()
+        size = _ENTRY_BYTES + 2 * len(canonical) + payload
         if self._bytes_put - self._bytes_taken + size > self._max_pending:
             self.fail(f"the disk is too slow: {self._max_pending} bytes wait to be written")
             return
         self._bytes_put += size
         self._last_now = entry.now
-        self._pending.append((entry, size))
+        self._pending.append((entry, canonical, size))
 
     def fail(self, problem: str) -> None:
         """Ends the recording; the last entry says why."""
@@ -110,7 +117,8 @@ class Journal:
             batch: list[Message] = []
             size = 0
             while self._pending and size < _CHUNK_BYTES:
-                entry, entry_size = self._pending.popleft()
+                entry, canonical, entry_size = self._pending.popleft()
+                codec.seal(entry, canonical)
                 batch.append(entry)
                 size += entry_size
             self._write(batch)

@@ -22,7 +22,7 @@ from services.scheduler.core.plan import (
     TokenArray,
     WorkerSpec,
 )
-from services.scheduler.journal_digest import Decision
+from services.scheduler.journal_digest import Answer, Decision, digest_of
 from services.scheduler.journal_values import from_json, to_json
 from services.scheduler.journal_veil import Veil
 
@@ -131,16 +131,22 @@ def _parse(kind: type[_M], stream: IO[bytes]) -> _M | None:
 # Entries
 
 
-def entry(now: int, decision: Decision, ended: Iterable[Ended] = ()) -> Entry:
-    """An entry without its input."""
-    message = Entry(
-        now=now, decision=decision.digest, summary=decision.summary, error=decision.error
-    )
+def entry(now: int, answer: Answer, ended: Iterable[Ended] = ()) -> Entry:
+    """An entry without its input, and without the digest of the answer: see `seal`."""
+    message = Entry(now=now)
+    if answer.canonical:
+        message.summary.extend(answer.summary)
+        message.error = answer.error
     for end in ended:
         message.ended.add(
             handle=end.handle, reason=end.reason.name, completion_tokens=end.completion_tokens
         )
     return message
+
+
+def seal(message: Entry, canonical: bytes) -> None:
+    """Puts in the digest of the answer."""
+    message.decision = digest_of(canonical)
 
 
 def decision_of(message: Entry) -> Decision:

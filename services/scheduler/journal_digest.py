@@ -7,6 +7,7 @@ step, every new row, copy, token and end. `veiled`: token ids are left out, thei
 import hashlib
 import struct
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from services.scheduler.core.plan import Events, NewRow, Refused, StepPlan
 
@@ -18,13 +19,13 @@ EVENT_NUMBERS = ("tokens", "ends")
 
 _STEP = struct.Struct("<8qq")
 _ROW = struct.Struct("<5qddqQ")
-_NO_DIGEST = -1
+_SIZE = struct.Struct("<q")
 _VEILED_STOP = -1
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What the core answered to one input.
+    """What the core answered to one input, as it is kept and compared.
 
     Args:
         digest: 0 where it decided nothing.
@@ -32,15 +33,40 @@ class Decision:
         error: what it raised, "" for nothing.
     """
 
-    digest: int = 0
+    digest: int
     summary: tuple[int, ...] = ()
     error: str = ""
 
 
-NOTHING = Decision()
+class Answer(NamedTuple):
+    """What the core answered, not yet hashed: that is left to whoever has time.
+
+    Args:
+        canonical: equal bytes mean equal answers; b"" where it decided nothing.
+        summary: as in Decision.
+        error: as in Decision.
+    """
+
+    canonical: bytes
+    summary: tuple[int, ...] = ()
+    error: str = ""
+
+    def decision(self) -> Decision:
+        """The answer as it is kept."""
+        return Decision(digest_of(self.canonical), self.summary, self.error)
 
 
-def of_step(step: StepPlan | None, *, veiled: bool) -> Decision:
+NOTHING = Answer(b"")
+
+
+def digest_of(canonical: bytes) -> int:
+    """64 bits of the sha256 of an answer, never 0; 0 of none."""
+    if not canonical:
+        return 0
+    return int.from_bytes(hashlib.sha256(canonical).digest()[:8], "little") or 1
+
+
+def of_step(step: StepPlan | None, *, veiled: bool) -> Answer:
     """Of what `plan` gave."""
     if step is None:
         return NOTHING
@@ -53,27 +79,24 @@ def of_step(step: StepPlan | None, *, veiled: bool) -> Decision:
         step.released_slots.size,
     )
     digest = step.block_table_digest
-    hashed = hashlib.sha256(
-        b"".join(
-            (
-                _STEP.pack(step.epoch, step.step_id, *numbers, _NO_DIGEST if digest is None else 0),
-                step.slots.tobytes(),
-                step.num_tokens.tobytes(),
-                step.num_new_blocks.tobytes(),
-                step.new_block_ids.tobytes(),
-                step.copied_from.tobytes(),
-                step.copied_to.tobytes(),
-                step.released_slots.tobytes(),
-                b"" if digest is None else digest.to_bytes(8, "little"),
-            )
-        )
-    )
+    parts = [
+        _STEP.pack(step.epoch, step.step_id, *numbers, -1 if digest is None else 0),
+        step.slots.tobytes(),
+        step.num_tokens.tobytes(),
+        step.num_new_blocks.tobytes(),
+        step.new_block_ids.tobytes(),
+        step.copied_from.tobytes(),
+        step.copied_to.tobytes(),
+        step.released_slots.tobytes(),
+    ]
+    if digest is not None:
+        parts.append(digest.to_bytes(8, "little"))
     for row in step.new_rows:
-        hashed.update(_row(row, veiled=veiled))
-    return Decision(_head(hashed.digest()), numbers)
+        parts.append(_row(row, veiled=veiled))  # noqa: PERF401  # mostly there is none
+    return Answer(b"".join(parts), numbers)
 
 
-def of_events(events: Events, *, veiled: bool, prefix: bytes = b"") -> Decision:
+def of_events(events: Events, *, veiled: bool, prefix: bytes = b"") -> Answer:
     """Of what an input gave that answers with events.
 
     Args:
@@ -84,27 +107,26 @@ def of_events(events: Events, *, veiled: bool, prefix: bytes = b"") -> Decision:
     size = events.handles.size
     if not (size or events.ended or prefix):
         return NOTHING
-    ids = b"" if veiled else events.token_ids.tobytes()
-    hashed = hashlib.sha256(
-        b"".join((prefix, struct.pack("<q", size), events.handles.tobytes(), ids))
-    )
+    parts = [prefix, _SIZE.pack(size), events.handles.tobytes()]
+    if not veiled:
+        parts.append(events.token_ids.tobytes())
     for end in events.ended:
         if veiled and end.stop_token_id is not None:
             end = replace(end, stop_token_id=_VEILED_STOP)  # noqa: PLW2901  # the same end
-        hashed.update(repr(end).encode())
-    return Decision(_head(hashed.digest()), (size, len(events.ended)))
+        parts.append(repr(end).encode())
+    return Answer(b"".join(parts), (size, len(events.ended)))
 
 
-def of_value(value: object) -> Decision:
+def of_value(value: object) -> Answer:
     """Of a plain answer."""
-    return Decision(_head(hashlib.sha256(repr(value).encode()).digest()))
+    return Answer(repr(value).encode())
 
 
-def of_error(error: Exception) -> Decision:
+def of_error(error: Exception) -> Answer:
     """Of an input that the core refused, or that it failed at."""
     text = repr(error.refusal) if isinstance(error, Refused) else str(error)
     text = f"{type(error).__name__}: {text}"
-    return Decision(_head(hashlib.sha256(text.encode()).digest()), (), text)
+    return Answer(text.encode(), (), text)
 
 
 def _row(row: NewRow, *, veiled: bool) -> bytes:
@@ -122,7 +144,3 @@ def _row(row: NewRow, *, veiled: bool) -> bytes:
     )
     ids = b"" if veiled else row.token_ids.tobytes()
     return b"".join((numbers, row.traceparent.encode(), ids))
-
-
-def _head(digest: bytes) -> int:
-    return int.from_bytes(digest[:8], "little") or 1

@@ -75,6 +75,7 @@ class Recording:
 
 
 Fill = Callable[[codec.Entry], None]
+_Held = tuple[codec.Entry, bytes, AddRequest | None]
 
 
 class RecordingScheduler:
@@ -95,7 +96,7 @@ class RecordingScheduler:
         self._digests: list[bytes] = []
         self._core = Scheduler(config, self._noted(hashing) if hash_only else hashing)
         # Which ids are special, only a worker tells: until then requests wait here to be encoded.
-        self._held: list[tuple[codec.Entry, AddRequest | None]] | None = [] if hash_only else None
+        self._held: list[_Held] | None = [] if hash_only else None
         self._held_bytes = 0
 
     def finish_recording(self) -> None:
@@ -111,7 +112,7 @@ class RecordingScheduler:
         except Exception as error:
             self._note_add(spec, now, digest.of_error(error), ())
             raise
-        self._note_add(spec, now, self._decision(events), events.ended)
+        self._note_add(spec, now, self._answer(events), events.ended)
         return events
 
     def abort(self, handle: int, now: int) -> Events:
@@ -131,26 +132,28 @@ class RecordingScheduler:
 
         return self._events(now, lambda: self._core.finish(handle, kept_tokens, now), fill)
 
-    def attach(self, announced: WorkerSpec, now: int) -> tuple[WorkerSpec, int, Events]:
+    def attach(self, spec: WorkerSpec, now: int) -> tuple[WorkerSpec, int, Events]:
         """See Scheduler.attach."""
         try:
-            lowered, epoch, events = self._core.attach(announced, now)
+            taken, epoch, events = self._core.attach(spec, now)
         except Exception as error:
             refused = isinstance(error, MemoryError)
-            decision = digest.of_error(error)
             self._note(
-                now, decision, lambda entry: codec.fill_attach(entry, announced, refused=refused)
+                now,
+                digest.of_error(error),
+                lambda entry: codec.fill_attach(entry, spec, refused=refused),
             )
             raise
         if self._veil is not None:
-            self._veil.learn(announced)
+            self._veil.learn(spec)
             self._release()
-        decision = digest.of_events(
-            events, veiled=self._veil is not None, prefix=repr((lowered, epoch)).encode()
+        self._note(
+            now,
+            self._answer(events, prefix=repr((taken, epoch)).encode()),
+            lambda entry: codec.fill_attach(entry, spec, refused=False),
+            events.ended,
         )
-        fill: Fill = lambda entry: codec.fill_attach(entry, announced, refused=False)  # noqa: E731
-        self._note(now, decision, fill, events.ended)
-        return lowered, epoch, events
+        return taken, epoch, events
 
     def lost(self, worker_id: str, now: int) -> None:
         """See Scheduler.lost."""
@@ -166,8 +169,6 @@ class RecordingScheduler:
 
     def configure(self, config: Config, now: int) -> Events:
         """See Scheduler.configure."""
-        if self._veil is not None and config.partial_block_reuse:
-            self._journal.fail("partial block reuse compares token ids, which are not recorded")
         return self._events(
             now,
             lambda: self._core.configure(config, now),
@@ -190,7 +191,10 @@ class RecordingScheduler:
 
     def expire(self, now: int) -> Events:
         """See Scheduler.expire."""
-        return self._events(now, lambda: self._core.expire(now), _fill_expire)
+        events = self._core.expire(now)
+        if self._journal.is_open:
+            self._note(now, self._answer(events), _fill_expire, events.ended)
+        return events
 
     # Verbs
 
@@ -199,10 +203,10 @@ class RecordingScheduler:
         step = self._core.plan(worker_id, now)
         if self._journal.is_open:
             try:
-                decision = digest.of_step(step, veiled=self._veil is not None)
-                entry = codec.entry(now, decision)
+                answer = digest.of_step(step, veiled=self._veil is not None)
+                entry = codec.entry(now, answer)
                 entry.plan = worker_id
-                self._put(entry)
+                self._put(entry, answer.canonical)
             except Exception as error:  # noqa: BLE001  # the recording ends, not the request
                 self._broken(error)
         return step
@@ -277,7 +281,7 @@ class RecordingScheduler:
             self._note(now, digest.of_error(error), fill)
             raise
         if self._journal.is_open:
-            self._note(now, self._decision(events), fill, events.ended)
+            self._note(now, self._answer(events), fill, events.ended)
         return events
 
     def _value(self, now: int, act: Callable[[], int], fill: Fill) -> int:
@@ -289,42 +293,51 @@ class RecordingScheduler:
         self._note(now, digest.of_value(value), fill)
         return value
 
-    def _decision(self, events: Events) -> digest.Decision:
-        return digest.of_events(events, veiled=self._veil is not None)
+    def _answer(self, events: Events, prefix: bytes = b"") -> digest.Answer:
+        return digest.of_events(events, veiled=self._veil is not None, prefix=prefix)
 
     def _note(
-        self, now: int, decision: digest.Decision, fill: Fill, ended: tuple[Ended, ...] = ()
+        self, now: int, answer: digest.Answer, fill: Fill, ended: tuple[Ended, ...] = ()
     ) -> None:
         if not self._journal.is_open:
             return
         try:
-            entry = codec.entry(now, decision, ended)
+            entry = codec.entry(now, answer, ended)
             fill(entry)
-            self._put(entry)
+            self._put(entry, answer.canonical)
         except Exception as error:  # noqa: BLE001  # the recording ends, not the request
             self._broken(error)
 
     def _note_add(
-        self, spec: AddRequest, now: int, decision: digest.Decision, ended: tuple[Ended, ...]
+        self, spec: AddRequest, now: int, answer: digest.Answer, ended: tuple[Ended, ...]
     ) -> None:
-        if self._held is None:
-            self._note(now, decision, lambda e: codec.fill_add(e, spec, self._veil), ended)
-        elif self._journal.is_open:
-            self._hold(codec.entry(now, decision, ended), spec)
+        if not self._journal.is_open:
+            return
+        try:
+            entry = codec.entry(now, answer, ended)
+            if self._held is None:
+                codec.fill_add(entry, spec, self._veil)
+                self._put(entry, answer.canonical, entry.ByteSize())
+            else:
+                self._hold(entry, answer.canonical, spec)
+        except Exception as error:  # noqa: BLE001  # the recording ends, not the request
+            self._broken(error)
 
-    def _put(self, entry: codec.Entry) -> None:
+    def _put(self, entry: codec.Entry, canonical: bytes, payload: int = 0) -> None:
         if self._digests:
             entry.block_hashes = b"".join(self._digests)
+            payload += len(entry.block_hashes)
             self._digests.clear()
         if self._held is None:
-            self._journal.put(entry)
+            self._journal.put(entry, canonical, payload)
         else:
-            self._hold(entry, None)
+            self._hold(entry, canonical, None)
 
-    def _hold(self, entry: codec.Entry, request: AddRequest | None) -> None:
+    def _hold(self, entry: codec.Entry, canonical: bytes, request: AddRequest | None) -> None:
         assert self._held is not None
-        self._held.append((entry, request))
-        self._held_bytes += entry.ByteSize() + (request.prompt.nbytes if request else 0)
+        self._held.append((entry, canonical, request))
+        prompt = 0 if request is None else request.prompt.nbytes
+        self._held_bytes += entry.ByteSize() + len(canonical) + prompt
         if self._held_bytes > _MAX_HELD_BYTES:
             self._journal.fail("too much came before the first worker")
             self._held = None
@@ -332,10 +345,10 @@ class RecordingScheduler:
     def _release(self) -> None:
         held, self._held = self._held, None
         try:
-            for entry, request in held or ():
+            for entry, canonical, request in held or ():
                 if request is not None:
                     codec.fill_add(entry, request, self._veil)
-                self._journal.put(entry)
+                self._journal.put(entry, canonical, entry.ByteSize())
         except Exception as error:  # noqa: BLE001  # the recording ends, not the request
             self._broken(error)
 

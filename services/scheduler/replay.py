@@ -89,7 +89,9 @@ class Replay:
         for number, entry in enumerate(self._file.entries(), 1):
             played = self._play(number, entry)
             if self._veiled and played.is_same and not self._digests.matched:
-                played = replace(played, decided=digest.Decision(error="other blocks were hashed"))
+                played = replace(
+                    played, decided=digest.Decision(0, error="other blocks were hashed")
+                )
             yield played
 
     def _play(self, number: int, entry: codec.Entry) -> Played:
@@ -100,7 +102,7 @@ class Replay:
             now=entry.now,
             kind=kind,
             recorded=codec.decision_of(entry),
-            decided=digest.NOTHING,
+            decided=digest.NOTHING.decision(),
         )
         act = getattr(self, f"_{kind}", None)
         if act is None:
@@ -110,7 +112,7 @@ class Replay:
         except codec.JournalError:
             raise
         except Exception as error:  # noqa: BLE001  # whatever the core raised then, it may now
-            played = replace(played, decided=digest.of_error(error))
+            played = replace(played, decided=digest.of_error(error).decision())
         if played.events is not None:
             for end in played.events.ended:
                 self._traceparents.pop(str(end.handle), None)
@@ -124,7 +126,7 @@ class Replay:
         try:
             events = self.core.add(replace(request, traceparent=tag), played.now)
         except Exception as error:  # noqa: BLE001  # see `_play`
-            return replace(played, decided=digest.of_error(error))
+            return replace(played, decided=digest.of_error(error).decision())
         self._traceparents[tag] = request.traceparent
         return self._with(played, events)
 
@@ -143,7 +145,7 @@ class Replay:
         lowered, epoch, events = self.core.attach(spec, played.now)
         decided = digest.of_events(
             events, veiled=self._veiled, prefix=repr((lowered, epoch)).encode()
-        )
+        ).decision()
         return replace(played, spec=lowered, events=events, decided=decided)
 
     def _lost(self, played: Played, entry: codec.Entry) -> Played:
@@ -156,11 +158,11 @@ class Replay:
 
     def _pin(self, played: Played, entry: codec.Entry) -> Played:
         kept = self.core.pin(codec.parse_pin(entry.pin), played.now)
-        return replace(played, decided=digest.of_value(kept))
+        return replace(played, decided=digest.of_value(kept).decision())
 
     def _unpin(self, played: Played, entry: codec.Entry) -> Played:
         was = self.core.unpin(entry.unpin, played.now)
-        return replace(played, decided=digest.of_value(int(was)))
+        return replace(played, decided=digest.of_value(int(was)).decision())
 
     def _expire(self, played: Played, entry: codec.Entry) -> Played:
         del entry
@@ -171,7 +173,7 @@ class Replay:
         as_sent = step
         if step is not None and step.new_rows:
             as_sent = replace(step, new_rows=tuple(self._as_sent(row) for row in step.new_rows))
-        decided = digest.of_step(as_sent, veiled=self._veiled)
+        decided = digest.of_step(as_sent, veiled=self._veiled).decision()
         return replace(played, worker_id=entry.plan, step=step, decided=decided)
 
     def _apply(self, played: Played, entry: codec.Entry) -> Played:
@@ -183,7 +185,7 @@ class Replay:
         return replace(row, traceparent=self._traceparents.get(row.traceparent, ""))
 
     def _with(self, played: Played, events: Events) -> Played:
-        decided = digest.of_events(events, veiled=self._veiled)
+        decided = digest.of_events(events, veiled=self._veiled).decision()
         return replace(played, events=events, decided=decided)
 
 

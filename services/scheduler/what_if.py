@@ -3,8 +3,8 @@
 Requests come at their recorded times with their prompts, hashes, classes, tenants, deadlines, and
 go away when their owners did; each says as many tokens as it did then, and the same ones where they
 were recorded. The workers take the time of a step model fitted to the recorded steps, and never
-fail. Of a recording without token ids the outputs are not known, so no later prompt finds them in
-the prefix cache.
+fail. Of a recording without token ids neither outputs nor the ends of prompts are known; they count
+as unlike all others, so that prompts share the blocks whose hashes were recorded, and nothing else.
 """
 
 from dataclasses import dataclass, replace
@@ -100,6 +100,8 @@ def recorded_load(path: Path) -> RecordedLoad:
     times = model.coefficients
     if times is None:
         raise CommandError(f"{path}: {steps} step times are too few, or too alike, to learn from")
+    if veiled:
+        requests, outputs = _told_apart(requests)
     first = workers[0]
     return RecordedLoad(
         requests=requests,
@@ -242,6 +244,20 @@ class _Engine:
 
     def loads(self) -> Loads:
         return self._core.loads()
+
+
+def _told_apart(
+    requests: list[RecordedRequest],
+) -> tuple[list[RecordedRequest], list[list[int]]]:
+    """Requests and outputs of tokens that no two of them have in common."""
+    apart, outputs = [], []
+    for number, one in enumerate(requests):
+        token = SAID_TOKEN + 1 + number % (VOCAB_SIZE - SAID_TOKEN - 1)
+        prompt = np.full(one.request.prompt.size, token, np.uint32)
+        resumed = np.full(one.request.resumed.size, token, np.uint32)
+        apart.append(replace(one, request=replace(one.request, prompt=prompt, resumed=resumed)))
+        outputs.append([token] * one.output_tokens)
+    return apart, outputs
 
 
 def _collect(live: dict[int, list[int]], events: Events) -> None:
