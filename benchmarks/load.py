@@ -13,12 +13,12 @@ import asyncio
 import random
 import time
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from quire.client import AsyncClient
 from quire.errors import QuireError
-from quire.params import SamplingParams
+from quire.params import SamplingParams, Scheduling
 
 _QUANTILES = (50, 90, 99)
 
@@ -36,6 +36,7 @@ class Load:
         ignore_eos: whether every answer has `output_len` tokens.
         temperature: 0 is greedy.
         seed: decides the prompts.
+        scheduling: of every request.
     """
 
     concurrency: int
@@ -46,6 +47,7 @@ class Load:
     ignore_eos: bool
     temperature: float
     seed: int
+    scheduling: Scheduling = field(default_factory=Scheduling)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +158,7 @@ async def run_load(client: AsyncClient, load: Load, source: Iterator[Sequence[in
         source: prompts; one is taken per request, warm-up included.
     """
     short = SamplingParams(max_tokens=min(load.output_len, 8), temperature=0.0, ignore_eos=True)
-    await _closed_loop(client, load.concurrency, [next(source) for _ in range(load.warmup)], short)
+    await _closed_loop(client, load, [next(source) for _ in range(load.warmup)], short)
     params = SamplingParams(
         max_tokens=load.output_len,
         temperature=load.temperature,
@@ -164,7 +166,7 @@ async def run_load(client: AsyncClient, load: Load, source: Iterator[Sequence[in
         seed=load.seed,
     )
     measured = [next(source) for _ in range(load.requests)]
-    return figures(load, await _closed_loop(client, load.concurrency, measured, params))
+    return figures(load, await _closed_loop(client, load, measured, params))
 
 
 def figures(load: Load, samples: Sequence[Sample]) -> Figures:
@@ -203,28 +205,32 @@ def quantile(values: Sequence[float], percent: float) -> float:
 
 
 async def _closed_loop(
-    client: AsyncClient, streams: int, requests: Sequence[Sequence[int]], params: SamplingParams
+    client: AsyncClient, load: Load, requests: Sequence[Sequence[int]], params: SamplingParams
 ) -> list[Sample]:
     samples: list[Sample] = []
     waiting = iter(requests)
 
     async def stream() -> None:
-        samples.extend([await _measured(client, prompt, params) for prompt in waiting])
+        samples.extend(
+            [await _measured(client, prompt, params, load.scheduling) for prompt in waiting]
+        )
 
     async with asyncio.TaskGroup() as tasks:
-        for _ in range(streams):
+        for _ in range(load.concurrency):
             tasks.create_task(stream())
     return samples
 
 
-async def _measured(client: AsyncClient, prompt: Sequence[int], params: SamplingParams) -> Sample:
+async def _measured(
+    client: AsyncClient, prompt: Sequence[int], params: SamplingParams, scheduling: Scheduling
+) -> Sample:
     clock = time.perf_counter
     arrivals: list[float] = []
     tokens = 0
     error = ""
     sent = clock()
     try:
-        async for delta in client.generate(prompt, params):
+        async for delta in client.generate(prompt, params, scheduling=scheduling):
             if delta.token_ids:
                 arrivals.append(clock())
                 tokens += len(delta.token_ids)

@@ -20,9 +20,11 @@ from benchmarks.load import Figures, Load, Spread, prompts, run_load
 from quire.answers import ServerInfo
 from quire.cli.command import EXIT_FAILED, CommandError
 from quire.cli.running import with_local_set
+from quire.cli.sampling import add_identity_flags
 from quire.client import DEFAULT_TARGET, AsyncClient
 from quire.local import LocalConfig, LocalSet
 from quire.models import DEFAULT_MODEL, locate_model
+from quire.params import Scheduling
 
 
 class Serve:
@@ -76,6 +78,7 @@ class Serve:
             help="whether every answer has --output-len tokens (default: yes)",
         )
         parser.add_argument("--temperature", type=float, default=0.0, metavar="X")
+        add_identity_flags(parser)
         parser.add_argument("--seed", type=_whole, default=0, metavar="N", help="of the prompts")
         parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
 
@@ -180,6 +183,7 @@ def _load(args: argparse.Namespace, concurrency: int) -> Load:
         ignore_eos=args.ignore_eos,
         temperature=args.temperature,
         seed=args.seed,
+        scheduling=Scheduling(priority_class=args.priority_class, tenant=args.tenant),
     )
 
 

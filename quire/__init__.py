@@ -1,8 +1,8 @@
 """Quire serves large language models as asyncio gRPC services; this package is what a client needs.
 
 `LLM` is a model as an object, `AsyncClient` talks to a server, `SamplingParams` says how to sample,
-`errors` holds what can go wrong, and `quire.v1` the stubs. Imports nothing of the services:
-`quire.local` starts them as processes.
+`Scheduling` how urgent it is, `errors` holds what can go wrong, and `quire.v1` the stubs. Imports
+nothing of the services: `quire.local` starts them as processes.
 """
 
 import importlib
@@ -19,7 +19,7 @@ from quire.answers import (
 )
 from quire.client import AsyncClient
 from quire.llm import LLM
-from quire.params import SamplingParams
+from quire.params import SamplingParams, Scheduling
 
 __all__ = [
     "LLM",
@@ -31,6 +31,7 @@ __all__ = [
     "Finished",
     "RequestOutput",
     "SamplingParams",
+    "Scheduling",
     "Usage",
     "__version__",
     "errors",

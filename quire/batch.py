@@ -6,22 +6,25 @@ snapshot, however slowly it is read. Memory is bounded by the requests that run 
 
 import asyncio
 import contextlib
-import itertools
+import random
 import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 
 from quire.answers import CompletionOutput, Delta, Finished, RequestOutput
 from quire.client import AsyncClient
-from quire.errors import InvalidRequest, Overloaded
+from quire.errors import DeadlineExceeded, InvalidRequest, Overloaded
 from quire.loop_thread import Job
 
 MOST_AT_ONCE = 256
 """Requests of one call that run at a time."""
 
-_OVERLOADED_TRIES = 60
-_FIRST_PAUSE_S = 0.1
-_LONGEST_PAUSE_S = 2.0
+_PATIENCE_S = 300.0
+"""How long a call goes on asking while all its requests are turned away and none gets a token."""
+
+_LEAST_S = 0.001
+_SHORTEST_PAUSE_S = 0.1
+_LONGEST_PAUSE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,14 +32,16 @@ class Ask:
     """One request of a call.
 
     Attributes:
-        start: asks it.
+        start: asks it, with the seconds it has; None without limit.
+        deadline_s: seconds from when it is first asked to its end; None without limit.
         placed: an error of this request as one of the call.
         request_id: the request's name.
         prompt: see RequestOutput.
         prompt_token_ids: see RequestOutput.
     """
 
-    start: Callable[[AsyncClient], AsyncGenerator[Delta, None]]
+    start: Callable[[AsyncClient, float | None], AsyncGenerator[Delta, None]]
+    deadline_s: float | None
     placed: Callable[[InvalidRequest], InvalidRequest]
     request_id: str
     prompt: str | None
@@ -126,6 +131,14 @@ class Mailbox:
             self._changed.notify_all()
 
 
+@dataclass(slots=True)
+class _Progress:
+    """When any request of a call last got tokens, at first when the call began; loop time."""
+
+    last: float
+    clock: Callable[[], float]
+
+
 async def answer_all(client: AsyncClient, asks: Sequence[Ask], mailbox: Mailbox) -> None:
     """Asks all of them, in order and MOST_AT_ONCE at a time, and waits until all were taken.
 
@@ -133,11 +146,13 @@ async def answer_all(client: AsyncClient, asks: Sequence[Ask], mailbox: Mailbox)
         QuireError: one failed; the others were cut.
     """
     todo = iter(enumerate(asks))
+    clock = asyncio.get_running_loop().time
+    progress = _Progress(last=clock(), clock=clock)
 
     async def take_turns() -> None:
         for index, ask in todo:
             growing = _Growing(index, ask)
-            await _answer(client, growing, mailbox)
+            await _answer(client, growing, mailbox, progress)
             await growing.taken.wait()
 
     failure: BaseException | None = None
@@ -153,18 +168,36 @@ async def answer_all(client: AsyncClient, asks: Sequence[Ask], mailbox: Mailbox)
         raise failure
 
 
-async def _answer(client: AsyncClient, growing: _Growing, mailbox: Mailbox) -> None:
-    for tries in itertools.count(1):
+async def _answer(
+    client: AsyncClient, growing: _Growing, mailbox: Mailbox, progress: _Progress
+) -> None:
+    ask, clock = growing.ask, progress.clock
+    ends_at = None if ask.deadline_s is None else clock() + ask.deadline_s
+    while True:
+        left_s = None if ends_at is None else max(ends_at - clock(), _LEAST_S)
         try:
-            async with contextlib.aclosing(growing.ask.start(client)) as answer:
+            async with contextlib.aclosing(ask.start(client, left_s)) as answer:
                 async for delta in answer:
+                    progress.last = clock()
                     mailbox.put(growing, delta)
             return
         except InvalidRequest as error:
-            raise growing.ask.placed(error) from error
+            raise ask.placed(error) from error
         except Overloaded as error:
-            # Others may use the server too; what was turned away at its door has cost nothing.
-            if growing.token_ids or error.retry_after_s is None or tries == _OVERLOADED_TRIES:
+            # What was turned away at the door has cost nothing, and there will be room: the
+            # requests before it end, be they of this call or of others that use the server.
+            if growing.token_ids or error.retry_after_s is None or error.was_shed:
                 raise
-            pause_s = min(max(error.retry_after_s, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)
+            if clock() - progress.last > _PATIENCE_S:
+                raise
+            pause_s = _pause_s(error.retry_after_s)
+            if ends_at is not None and clock() + pause_s >= ends_at:
+                message = f"it cannot be finished within the time given ({error.message})"
+                raise DeadlineExceeded(message, reason=error.reason) from error
         await asyncio.sleep(pause_s)
+
+
+def _pause_s(retry_after_s: float) -> float:
+    """As long as the server says, and not all at the same moment."""
+    asked = min(max(retry_after_s, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S)
+    return asked * random.uniform(1.0, 1.25)

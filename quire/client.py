@@ -21,7 +21,7 @@ from quire.answers import ChatMessage, Completion, Delta, RenderedChat, ServerIn
 from quire.course import Course, Cut, all_of
 from quire.endpoints import Endpoints, may_go_elsewhere, split_target
 from quire.errors import DeadlineExceeded, InvalidRequest, QuireError, ServerFault, Unavailable
-from quire.params import SamplingParams
+from quire.params import SamplingParams, Scheduling
 from quire.request_options import CallOptions, RequestOptions
 from quire.statuses import error_of
 from quire.v1 import text_pb2
@@ -94,6 +94,7 @@ class AsyncClient:
         request_id: str | None = None,
         deadline_s: float | None = None,
         traceparent: str | None = None,
+        scheduling: Scheduling | None = None,
     ) -> AsyncGenerator[Delta, None]:
         """Completes a prompt; closing the iterator ends the request on the server.
 
@@ -104,13 +105,19 @@ class AsyncClient:
             deadline_s: when to give up, seconds from now, resumed attempts included; absent or
                 infinite: never.
             traceparent: W3C trace context, passed on as metadata; at most 512 characters, ASCII.
+            scheduling: how urgent it is, whom it is for; absent: as all others. Its `deadline_s`
+                counts too, the earlier of both.
 
         Returns:
             What is new, piece by piece; the last one has `finished` set.
         """
-        ask = RequestOptions.of(params, request_id, deadline_s, traceparent)
+        ask = RequestOptions.of(params, request_id, deadline_s, traceparent, scheduling)
         request = codec.generate_request(
-            prompt, params or _DEFAULTS, request_id=ask.request_id, seed=ask.seed
+            prompt,
+            params or _DEFAULTS,
+            request_id=ask.request_id,
+            seed=ask.seed,
+            scheduling=ask.scheduling,
         )
         return self._answer("Generate", request, ask)
 
@@ -122,6 +129,7 @@ class AsyncClient:
         request_id: str | None = None,
         deadline_s: float | None = None,
         traceparent: str | None = None,
+        scheduling: Scheduling | None = None,
     ) -> AsyncGenerator[Delta, None]:
         """Answers a conversation; otherwise like `generate`.
 
@@ -131,13 +139,18 @@ class AsyncClient:
             request_id: see `generate`.
             deadline_s: see `generate`.
             traceparent: see `generate`.
+            scheduling: see `generate`.
 
         Returns:
             The assistant's turn, piece by piece; the last one has `finished` set.
         """
-        ask = RequestOptions.of(params, request_id, deadline_s, traceparent)
+        ask = RequestOptions.of(params, request_id, deadline_s, traceparent, scheduling)
         request = codec.chat_request(
-            messages, params or _DEFAULTS, request_id=ask.request_id, seed=ask.seed
+            messages,
+            params or _DEFAULTS,
+            request_id=ask.request_id,
+            seed=ask.seed,
+            scheduling=ask.scheduling,
         )
         return self._answer("Chat", request, ask)
 
@@ -287,12 +300,13 @@ class AsyncClient:
         received: list[int] = []
         course = Course(endpoints, self._resume_tries)
         for attempt in itertools.count():
-            request = codec.resumed(first, attempt, received) if attempt else first
             endpoint = endpoints.choose(course.tried)
             connected = await endpoint.connect(_left(ends_at, clock()))
             before, finished = len(received), False
+            left_s = _left(ends_at, clock())
+            request = codec.attempt_of(first, attempt, received, left_s)
             method = getattr(endpoint.text, rpc)
-            call = method(request, timeout=_left(ends_at, clock()), metadata=ask.metadata())
+            call = method(request, timeout=left_s, metadata=ask.metadata())
             try:
                 async for response in call:
                     delta = codec.delta(response, request_id=ask.request_id, seed=ask.seed)

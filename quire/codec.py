@@ -8,11 +8,12 @@ from typing import TypeVar
 
 from quire.answers import ChatMessage, Delta, Finished, ServerInfo, Usage
 from quire.errors import InvalidRequest
-from quire.params import SamplingParams
+from quire.params import SamplingParams, Scheduling
 from quire.v1 import generation_pb2, text_pb2
 
 Request = TypeVar("Request", text_pb2.GenerateRequest, text_pb2.ChatRequest)
 
+_NO_SCHEDULING = Scheduling()
 _REASONS = MappingProxyType(
     {
         generation_pb2.FINISH_REASON_STOP: "stop",
@@ -23,7 +24,12 @@ _REASONS = MappingProxyType(
 
 
 def generate_request(
-    prompt: str | Sequence[int], params: SamplingParams, *, request_id: str, seed: int
+    prompt: str | Sequence[int],
+    params: SamplingParams,
+    *,
+    request_id: str,
+    seed: int,
+    scheduling: Scheduling = _NO_SCHEDULING,
 ) -> text_pb2.GenerateRequest:
     """The first attempt at completing `prompt`.
 
@@ -35,6 +41,7 @@ def generate_request(
         request.text = checked_text(prompt, "prompt")
     else:
         request.token_ids.packed = packed(prompt, field="prompt")
+    _schedule(request, scheduling)
     return _filled(request, params, request_id=request_id, seed=seed)
 
 
@@ -44,6 +51,7 @@ def chat_request(
     *,
     request_id: str,
     seed: int,
+    scheduling: Scheduling = _NO_SCHEDULING,
 ) -> text_pb2.ChatRequest:
     """The first attempt at answering `messages`.
 
@@ -51,6 +59,7 @@ def chat_request(
         InvalidRequest: one of them lacks its role or content.
     """
     request = text_pb2.ChatRequest(messages=chat_messages(messages))
+    _schedule(request, scheduling)
     return _filled(request, params, request_id=request_id, seed=seed)
 
 
@@ -75,20 +84,29 @@ def chat_messages(
     return turns
 
 
-def resumed(request: Request, attempt: int, token_ids: Sequence[int]) -> Request:
-    """`request` once more, going on after `token_ids`.
+def attempt_of(
+    request: Request, attempt: int, token_ids: Sequence[int], left_s: float | None
+) -> Request:
+    """`request` as it is sent now, going on after `token_ids`.
 
     Args:
-        request: the first attempt.
+        request: as it was first asked.
         attempt: how many attempts came before.
         token_ids: what has been received so far.
+        left_s: seconds left for it; told where the request has a deadline of its own.
     """
-    again = type(request)()
-    again.CopyFrom(request)
-    again.attempt = attempt
+    has_deadline = request.scheduling.HasField("deadline_ms")
+    if not attempt and not has_deadline:
+        return request
+    now = type(request)()
+    now.CopyFrom(request)
+    now.attempt = attempt
     if token_ids:
-        again.resume.token_ids.packed = packed(token_ids, field="resume")
-    return again
+        now.resume.token_ids.packed = packed(token_ids, field="resume")
+    if has_deadline and left_s is not None:
+        own = now.scheduling.deadline_ms
+        now.scheduling.deadline_ms = min(own, max(1, int(left_s * 1000)))
+    return now
 
 
 def delta(
@@ -185,6 +203,24 @@ def _filled(request: Request, params: SamplingParams, *, request_id: str, seed: 
     request.output.include_stop_str_in_output = params.include_stop_str_in_output
     request.output.skip_special_tokens = params.skip_special_tokens
     return request
+
+
+def _schedule(request: Request, scheduling: Scheduling) -> None:
+    """Says how urgent it is; nothing at all where nothing is asked for."""
+    if scheduling == _NO_SCHEDULING:
+        return
+    options = request.scheduling
+    options.priority_class = scheduling.priority_class
+    options.tenant = scheduling.tenant
+    if scheduling.deadline_s is not None:
+        options.deadline_ms = round(scheduling.deadline_s * 1000)
+    for name in ("ttft_target_ms", "tpot_target_ms", "cache_salt"):
+        value = getattr(scheduling, name)
+        if value is not None:
+            setattr(options, name, value)
+    options.shed_late = scheduling.shed_late
+    options.session_id = scheduling.session_id
+    options.skip_reading_prefix_cache = scheduling.skip_reading_prefix_cache
 
 
 def _chat_message(index: int, message: ChatMessage | Mapping[str, str]) -> text_pb2.ChatMessage:

@@ -7,7 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from quire.endpoints import Endpoint, Endpoints, may_go_elsewhere
-from quire.errors import AlreadyExists, AnswerCut, QuireError, Unavailable, Unreachable
+from quire.errors import (
+    AlreadyExists,
+    AnswerCut,
+    Overloaded,
+    QuireError,
+    Unavailable,
+    Unreachable,
+)
 
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 2.0
@@ -35,7 +42,8 @@ class Course:
 
     An answer has begun when it brought tokens, or when a connection was lost on which it may have
     begun: such a one is taken up again, since the higher attempt takes the place of what may still
-    run. One that has not begun is offered to every server once. What a server refuses is refused.
+    run. One that has not begun is offered to every server once. What a server refuses is refused,
+    but for an answer that has begun and finds no room where it would go on: that one waits.
 
     Args:
         endpoints: where it can be tried.
@@ -65,6 +73,8 @@ class Course:
         if isinstance(failure, AlreadyExists) and cut.attempt > 0:
             # An attempt before this one is still being cleared away, at the server that was lost.
             return self._once_more(failure, cause, retry_after_s=None)
+        if isinstance(failure, Overloaded) and self._waits_for_room(failure, cut):
+            return self._once_more(failure, cause, retry_after_s=failure.retry_after_s)
         if not isinstance(failure, Unavailable):
             raise failure from cause
         lost = isinstance(failure, Unreachable) and cut.connected
@@ -89,6 +99,10 @@ class Course:
         self.tried.clear()
         self._failures.clear()
         return pause_s
+
+    def _waits_for_room(self, failure: Overloaded, cut: Cut) -> bool:
+        self._begun = self._begun or cut.progressed
+        return self._begun and failure.retry_after_s is not None and not failure.was_shed
 
     def _once_more(
         self, failure: QuireError, cause: BaseException, *, retry_after_s: float | None

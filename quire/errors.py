@@ -112,6 +112,11 @@ class NotAllowed(ServerError):
 class Overloaded(ServerError):
     """A bound is reached; `retry_after_s` says when to try again."""
 
+    @property
+    def was_shed(self) -> bool:
+        """Whether it was turned away since its own target for the first token cannot be met."""
+        return self.reason in ("SHED", "TTFT_TARGET")
+
 
 class TooLarge(ServerError):
     """One message is over the size limit of a hop."""

@@ -16,7 +16,14 @@ from typing import Literal, Self, overload
 from quire.answers import RequestOutput
 from quire.batch import Ask, Mailbox, answer_all
 from quire.errors import InvalidRequest
-from quire.llm_inputs import Message, Params, Prompt, asks_of_chats, asks_of_prompts
+from quire.llm_inputs import (
+    Message,
+    Params,
+    Prompt,
+    Schedulings,
+    asks_of_chats,
+    asks_of_prompts,
+)
 from quire.llm_sources import Joined, Source
 from quire.loop_thread import LoopThread
 from quire.models import DEFAULT_MODEL, locate_model
@@ -48,8 +55,9 @@ class LLM:
         settings: of the set, as `quire up` takes them: dtype, device, max_model_len, max_num_seqs,
             max_num_batched_tokens, prefill_chunk_size, block_size, kv_cache_memory,
             gpu_memory_utilization, enable_prefix_caching, prefix_caching_hash_algo,
-            prefix_caching_hash_key. None leaves a choice to the service. Those of later versions
-            are refused unless they ask for nothing.
+            prefix_caching_hash_key, scheduling_policy, tpot_target, max_queued_requests and what
+            else `quire up --help` lists. None leaves a choice to the service. Those of later
+            versions are refused unless they ask for nothing.
 
     Raises:
         ModelNotFound: the model is not on this machine.
@@ -121,6 +129,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: Params = None,
         *,
+        scheduling: Schedulings = None,
         streaming: Literal[False] = False,
     ) -> list[RequestOutput]: ...
 
@@ -130,6 +139,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: Params = None,
         *,
+        scheduling: Schedulings = None,
         streaming: Literal[True],
     ) -> Iterator[RequestOutput]: ...
 
@@ -138,15 +148,21 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: Params = None,
         *,
+        scheduling: Schedulings = None,
         streaming: bool = False,
     ) -> list[RequestOutput] | Iterator[RequestOutput]:
         """Completes prompts, at most 256 of them at a time.
+
+        A server that has no room is asked again when it says, so that a batch may be larger than
+        its queue; not so one that shed a request which said `shed_late`.
 
         Args:
             prompts: one or several; each is text, token ids, or a mapping with `prompt` or
                 `prompt_token_ids`.
             sampling_params: for all of them, or a list with one for each; None, also in the list:
                 SamplingParams(max_tokens=512).
+            scheduling: how urgent they are, likewise; None: as all others. A deadline counts from
+                when its own request is first asked.
             streaming: hands out answers while they grow.
 
         Returns:
@@ -160,7 +176,7 @@ class LLM:
             SetFailed: the set is lost.
             QuireError: it is closed.
         """
-        return self._answer(asks_of_prompts(prompts, sampling_params), streaming)
+        return self._answer(asks_of_prompts(prompts, sampling_params, scheduling), streaming)
 
     @overload
     def chat(
@@ -168,6 +184,7 @@ class LLM:
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: Params = None,
         *,
+        scheduling: Schedulings = None,
         streaming: Literal[False] = False,
     ) -> list[RequestOutput]: ...
 
@@ -177,6 +194,7 @@ class LLM:
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: Params = None,
         *,
+        scheduling: Schedulings = None,
         streaming: Literal[True],
     ) -> Iterator[RequestOutput]: ...
 
@@ -185,6 +203,7 @@ class LLM:
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: Params = None,
         *,
+        scheduling: Schedulings = None,
         streaming: bool = False,
     ) -> list[RequestOutput] | Iterator[RequestOutput]:
         """Answers conversations; otherwise like `generate`.
@@ -193,12 +212,13 @@ class LLM:
             messages: one conversation or a list of them; each is a list of messages, as
                 `ChatMessage` or as `{"role": …, "content": …}`.
             sampling_params: see `generate`.
+            scheduling: see `generate`.
             streaming: see `generate`.
 
         Returns:
             See `generate`; an error names `messages[i]`.
         """
-        return self._answer(asks_of_chats(messages, sampling_params), streaming)
+        return self._answer(asks_of_chats(messages, sampling_params, scheduling), streaming)
 
     def _answer(
         self, asks: Sequence[Ask], streaming: bool

@@ -3,13 +3,13 @@
 import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeAlias, TypeGuard
+from typing import Any, TypeAlias, TypeGuard, TypeVar
 
 from quire.answers import ChatMessage, Delta
 from quire.batch import Ask
 from quire.client import AsyncClient
 from quire.errors import InvalidRequest
-from quire.params import SamplingParams
+from quire.params import SamplingParams, Scheduling
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or a mapping with `prompt` (text) or `prompt_token_ids`."""
@@ -19,56 +19,80 @@ Message: TypeAlias = ChatMessage | Mapping[str, str]
 Params: TypeAlias = SamplingParams | Sequence[SamplingParams | None] | None
 """One for all requests of a call, or one for each."""
 
+Schedulings: TypeAlias = Scheduling | Sequence[Scheduling | None] | None
+"""One for all requests of a call, or one for each."""
+
 _DEFAULTS = SamplingParams(max_tokens=512)
 """Where nothing is asked for: as of `quire generate`. A small model may never end by itself."""
+
+_NO_SCHEDULING = Scheduling()
+
+Option = TypeVar("Option", SamplingParams, Scheduling)
 
 _FORMS = "must be text, token ids, or a mapping with prompt or prompt_token_ids"
 _KEYS = ("prompt", "prompt_token_ids")
 
 
-def asks_of_prompts(prompts: Prompt | Sequence[Prompt], params: Params) -> list[Ask]:
+def asks_of_prompts(
+    prompts: Prompt | Sequence[Prompt], params: Params, scheduling: Schedulings = None
+) -> list[Ask]:
     """One request for each prompt.
 
     Raises:
-        InvalidRequest: a prompt has no known form, or there are not as many params as prompts.
+        InvalidRequest: a prompt has no known form, or there are not as many params, or scheduling
+            options, as prompts.
     """
     several = _prompts(prompts)
     each = _params(params, len(several), "prompts")
+    urgent = _schedulings(scheduling, len(several), "prompts")
     named = _names(len(several))
     return [
-        _ask_of_prompt(_plain(prompt, f"prompts[{index}]"), f"prompts[{index}]", one, name)
-        for index, (prompt, one, name) in enumerate(zip(several, each, named, strict=True))
+        _ask_of_prompt(_plain(prompt, f"prompts[{index}]"), f"prompts[{index}]", one, own, name)
+        for index, (prompt, one, own, name) in enumerate(
+            zip(several, each, urgent, named, strict=True)
+        )
     ]
 
 
 def asks_of_chats(
-    messages: Sequence[Message] | Sequence[Sequence[Message]], params: Params
+    messages: Sequence[Message] | Sequence[Sequence[Message]],
+    params: Params,
+    scheduling: Schedulings = None,
 ) -> list[Ask]:
     """One request for each conversation.
 
     Raises:
         InvalidRequest: it is neither a conversation nor a sequence of them, or there are not as
-            many params as conversations.
+            many params, or scheduling options, as conversations.
     """
     chats, wheres = _chats(messages)
     each = _params(params, len(chats), "conversations")
+    urgent = _schedulings(scheduling, len(chats), "conversations")
     return [
         Ask(
-            start=partial(_start_chat, chat, one, name),
+            start=partial(_start_chat, chat, one, own, name),
+            deadline_s=own.deadline_s,
             placed=partial(_placed, where, ("messages",)),
             request_id=name,
             prompt=None,
             prompt_token_ids=None,
         )
-        for chat, where, one, name in zip(chats, wheres, each, _names(len(chats)), strict=True)
+        for chat, where, one, own, name in zip(
+            chats, wheres, each, urgent, _names(len(chats)), strict=True
+        )
     ]
 
 
 def _ask_of_prompt(
-    prompt: str | tuple[int, ...], where: str, params: SamplingParams, name: str
+    prompt: str | tuple[int, ...],
+    where: str,
+    params: SamplingParams,
+    scheduling: Scheduling,
+    name: str,
 ) -> Ask:
     return Ask(
-        start=partial(_start_prompt, prompt, params, name),
+        start=partial(_start_prompt, prompt, params, scheduling, name),
+        deadline_s=scheduling.deadline_s,
         placed=partial(_placed, where, ("prompt", "text", "token_ids")),
         request_id=name,
         prompt=prompt if isinstance(prompt, str) else None,
@@ -77,15 +101,27 @@ def _ask_of_prompt(
 
 
 def _start_prompt(
-    prompt: str | tuple[int, ...], params: SamplingParams, name: str, client: AsyncClient
+    prompt: str | tuple[int, ...],
+    params: SamplingParams,
+    scheduling: Scheduling,
+    name: str,
+    client: AsyncClient,
+    left_s: float | None,
 ) -> AsyncGenerator[Delta, None]:
-    return client.generate(prompt, params, request_id=name)
+    return client.generate(
+        prompt, params, request_id=name, deadline_s=left_s, scheduling=scheduling
+    )
 
 
 def _start_chat(
-    messages: Sequence[Message], params: SamplingParams, name: str, client: AsyncClient
+    messages: Sequence[Message],
+    params: SamplingParams,
+    scheduling: Scheduling,
+    name: str,
+    client: AsyncClient,
+    left_s: float | None,
 ) -> AsyncGenerator[Delta, None]:
-    return client.chat(messages, params, request_id=name)
+    return client.chat(messages, params, request_id=name, deadline_s=left_s, scheduling=scheduling)
 
 
 def _placed(where: str, own: tuple[str, ...], error: InvalidRequest) -> InvalidRequest:
@@ -158,23 +194,31 @@ def _is_chat(chat: Any) -> bool:
 
 
 def _params(params: Any, count: int, of_what: str) -> Sequence[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or _DEFAULTS] * count
-    if not isinstance(params, Sequence) or isinstance(params, str):
+    return _one_for_each(params, count, of_what, SamplingParams, "sampling_params", _DEFAULTS)
+
+
+def _schedulings(scheduling: Any, count: int, of_what: str) -> Sequence[Scheduling]:
+    return _one_for_each(scheduling, count, of_what, Scheduling, "scheduling", _NO_SCHEDULING)
+
+
+def _one_for_each(
+    given: Any, count: int, of_what: str, kind: type[Option], field: str, default: Option
+) -> Sequence[Option]:
+    """What was given for all requests, or for each, as one for each."""
+    if given is None or isinstance(given, kind):
+        return [given or default] * count
+    if not isinstance(given, Sequence) or isinstance(given, str):
         raise InvalidRequest(
-            "sampling_params", f"must be SamplingParams or a list of them, got {_kind(params)}"
+            field, f"must be {kind.__name__} or a list of them, got {_kind(given)}"
         )
-    if len(params) != count:
+    if len(given) != count:
         raise InvalidRequest(
-            "sampling_params",
-            f"must be one for all or one for each: got {len(params)} for {count} {of_what}",
+            field, f"must be one for all or one for each: got {len(given)} for {count} {of_what}"
         )
-    for index, one in enumerate(params):
-        if one is not None and not isinstance(one, SamplingParams):
-            raise InvalidRequest(
-                f"sampling_params[{index}]", f"must be SamplingParams, got {_kind(one)}"
-            )
-    return [one or _DEFAULTS for one in params]
+    for index, one in enumerate(given):
+        if one is not None and not isinstance(one, kind):
+            raise InvalidRequest(f"{field}[{index}]", f"must be {kind.__name__}, got {_kind(one)}")
+    return [one or default for one in given]
 
 
 def _names(count: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""How to sample and when to stop, checked when it is written down."""
+"""How to sample, when to stop, and how urgent it is; checked when it is written down."""
 
 import difflib
 import inspect
@@ -14,6 +14,8 @@ _LARGEST_FLOAT32 = 3.4028234663852886e38
 _MOST_STOPS = 16
 _LONGEST_STOP = 256
 _MOST_STOP_TOKENS = 128
+_MOST_NAME_BYTES = 128
+_MOST_MS = 2**32 - 1
 
 LATER: Mapping[str, str] = MappingProxyType(
     {
@@ -37,7 +39,6 @@ LATER: Mapping[str, str] = MappingProxyType(
         "response_format": "answers by a grammar",
         "truncate_prompt_tokens": "shortening of the prompt",
         "detokenize": "answers without text",
-        "priority": "priorities",
     }
 )
 """Parameters of later versions, each with what it would bring; refused by name, never ignored."""
@@ -135,15 +136,94 @@ class SamplingParams:
         return params
 
 
-# What `help` shows of the class is what `__init__` takes, in spite of `__new__`. `inspect` reads
-# this attribute; the type of a class does not list it.
-_TAKEN = inspect.signature(SamplingParams.__init__)
-SamplingParams.__signature__ = _TAKEN.replace(  # type: ignore[attr-defined]
-    parameters=list(_TAKEN.parameters.values())[1:]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scheduling:
+    """How urgent a request is, whom it is for, and what it shares with others.
+
+    None and "" leave a choice to the server; where nothing is said, all requests are equal.
+
+    Attributes:
+        priority_class: name of one of the server's classes, most important first "interactive",
+            "standard" and "batch" unless it was set up otherwise; at most 128 bytes.
+        tenant: whom it is for, at most 128 bytes. Tenants of a class get even shares, or what the
+            server's weights say, and quotas where it has some.
+        deadline_s: seconds in which the whole answer is wanted, all attempts included; from 0.001
+            to 4294967.295. After that the server ends it: DeadlineExceeded.
+        ttft_target_ms: wanted time to the first token, whole milliseconds, >= 1. Orders the
+            requests of one class and tenant; None takes that of the class.
+        tpot_target_ms: wanted time between tokens, whole milliseconds, >= 1. While the request
+            runs, the prompts of others are computed in pieces small enough for it; None takes that
+            of the server.
+        shed_late: rather than a late answer wants none: Overloaded, as soon as the time to the
+            first token cannot be met any more. Needs a target, its own or the class's.
+        session_id: conversation it belongs to, at most 128 bytes, so that a next turn finds what
+            the turns before have left in the prefix cache.
+        cache_salt: the prefix cache is shared only among requests of one salt; at most 128 bytes.
+            None takes the tenant, and "" shares with all that say so.
+        skip_reading_prefix_cache: takes nothing from the prefix cache; what it computes is cached.
+
+    Raises:
+        InvalidRequest: values are out of range, or a name is unknown; names all their fields.
+    """
+
+    priority_class: str = ""
+    tenant: str = ""
+    deadline_s: float | None = None
+    ttft_target_ms: int | None = None
+    tpot_target_ms: int | None = None
+    shed_late: bool = False
+    session_id: str = ""
+    cache_salt: str | None = None
+    skip_reading_prefix_cache: bool = False
+
+    def __new__(cls, *positional: Any, **values: Any) -> "Scheduling":
+        """Refuses names that `__init__` would only call unexpected."""
+        if positional:
+            raise InvalidRequest("scheduling", 'must be keywords, e.g. priority_class="batch"')
+        if wrong := _unknown(values, cls):
+            first, *others = wrong
+            raise InvalidRequest(*first, *others)
+        return object.__new__(cls)
+
+    def __post_init__(self) -> None:
+        wrong = list(self._violations())
+        if wrong:
+            first, *others = wrong
+            raise InvalidRequest(*first, *others)
+
+    def _violations(self) -> Iterator[tuple[str, str]]:
+        yield from _name("priority_class", self.priority_class)
+        yield from _name("tenant", self.tenant)
+        most = _MOST_MS / 1000
+        yield from _number("deadline_s", self.deadline_s, 0.001, most, f"from 0.001 to {most:.3f}")
+        for name in ("ttft_target_ms", "tpot_target_ms"):
+            yield from _whole(name, getattr(self, name), 1, _MOST_MS, f"from 1 to {_MOST_MS}")
+        yield from _flag("shed_late", self.shed_late)
+        yield from _name("session_id", self.session_id)
+        if self.cache_salt is not None:
+            yield from _name("cache_salt", self.cache_salt)
+        yield from _flag("skip_reading_prefix_cache", self.skip_reading_prefix_cache)
+
+
+_KINDS: Mapping[type, str] = MappingProxyType(
+    {SamplingParams: "sampling parameter", Scheduling: "scheduling option"}
 )
 
 
-def _unknown(names: Iterable[str], params: type[SamplingParams]) -> list[tuple[str, str]]:
+def _show_what_is_taken(kind: Any) -> None:
+    """Has `help` show of a class what its `__init__` takes, in spite of `__new__`."""
+    taken = inspect.signature(kind.__init__)
+    # `inspect` reads this attribute; the type of a class does not list it.
+    kind.__signature__ = taken.replace(parameters=list(taken.parameters.values())[1:])
+
+
+_show_what_is_taken(SamplingParams)
+_show_what_is_taken(Scheduling)
+
+
+def _unknown(
+    names: Iterable[str], params: type[SamplingParams] | type[Scheduling]
+) -> list[tuple[str, str]]:
     """What is wrong with names that are no parameters.
 
     Raises:
@@ -154,12 +234,22 @@ def _unknown(names: Iterable[str], params: type[SamplingParams]) -> list[tuple[s
     for name in names:
         if name in known:
             continue
+        if name == "priority":
+            wrong.append((name, 'is a class here: Scheduling(priority_class="interactive")'))
+            continue
+        if owner := next((kind for kind in _KINDS if name in _names_of(kind)), None):
+            wrong.append((name, f"belongs into {owner.__name__}"))
+            continue
         if name in LATER:
             raise NotSupported(f"{name} ({LATER[name]}) is not available in this version")
         near = difflib.get_close_matches(name, known, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
-        wrong.append((name, f"is no sampling parameter{hint or f'; known: {_listed(known)}'}"))
+        wrong.append((name, f"is no {_KINDS[params]}{hint or f'; known: {_listed(known)}'}"))
     return wrong
+
+
+def _names_of(kind: Any) -> set[str]:
+    return {field.name for field in fields(kind)}
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -193,6 +283,19 @@ def _whole(name: str, value: object, least: int, most: int, rule: str) -> _Viola
 def _flag(name: str, value: object) -> _Violations:
     if not isinstance(value, bool):
         yield name, f"must be true or false, got {value!r}"
+
+
+def _name(name: str, value: object) -> _Violations:
+    if not isinstance(value, str):
+        yield name, f"must be text, got {value!r}"
+        return
+    try:
+        size = len(value.encode())
+    except UnicodeEncodeError as error:
+        yield name, f"is not valid Unicode at character {error.start}"
+        return
+    if size > _MOST_NAME_BYTES:
+        yield name, f"must be at most {_MOST_NAME_BYTES} bytes, got {size}"
 
 
 def _stop(stops: object) -> _Violations:

@@ -8,11 +8,13 @@ from typing import TypedDict
 
 from quire import codec
 from quire.errors import InvalidRequest
-from quire.params import SamplingParams
+from quire.params import SamplingParams, Scheduling
 
 _LONGEST_ID = 128
 _NEVER_S = 1e9
 """A deadline that far away is none; gRPC cannot count so far."""
+
+_NO_SCHEDULING = Scheduling()
 
 _TRACEPARENT = re.compile(r"[!-~](?:[ -~]{0,510}[!-~])?")
 
@@ -23,6 +25,7 @@ class CallOptions(TypedDict, total=False):
     request_id: str | None
     deadline_s: float | None
     traceparent: str | None
+    scheduling: Scheduling | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +37,14 @@ class RequestOptions:
         seed: given or drawn.
         deadline_s: seconds for all its calls; None without limit.
         traceparent: W3C trace context.
+        scheduling: how urgent it is.
     """
 
     request_id: str
     seed: int
     deadline_s: float | None
     traceparent: str | None
+    scheduling: Scheduling
 
     @classmethod
     def of(
@@ -48,6 +53,7 @@ class RequestOptions:
         request_id: str | None,
         deadline_s: float | None,
         traceparent: str | None,
+        scheduling: object,
     ) -> "RequestOptions":
         """Checks what the caller gave and fills in the rest.
 
@@ -61,12 +67,19 @@ class RequestOptions:
         else:
             kind = type(params).__name__
             raise InvalidRequest("params", f"must be SamplingParams, got {kind}")
+        if scheduling is None:
+            scheduling = _NO_SCHEDULING
+        elif not isinstance(scheduling, Scheduling):
+            kind = type(scheduling).__name__
+            raise InvalidRequest("scheduling", f"must be Scheduling, got {kind}")
+        limits = (_checked_deadline(deadline_s), scheduling.deadline_s)
         return cls(
             _checked_id(request_id) or f"q-{uuid.uuid4().hex}",
             # 53 bits: what JSON readers that know only doubles can hold.
             secrets.randbits(53) if seed is None else seed,
-            _checked_deadline(deadline_s),
+            min((limit for limit in limits if limit is not None), default=None),
             _checked_traceparent(traceparent),
+            scheduling,
         )
 
     def metadata(self) -> tuple[tuple[str, str], ...]:

@@ -7,11 +7,12 @@ import sys
 
 from quire.answers import ChatMessage
 from quire.cli.command import CommandError, UsageError
-from quire.cli.sampling import add_request_flags, as_json, sampling_params
+from quire.cli.sampling import add_request_flags, as_json, request_of
 from quire.cli.terminal import read_stdin, stream_answer, tell_if_it_waits
 from quire.client import AsyncClient
 from quire.errors import QuireError
 from quire.params import SamplingParams
+from quire.request_options import CallOptions
 
 
 class Chat:
@@ -32,35 +33,45 @@ class Chat:
 
     def run(self, args: argparse.Namespace) -> int:
         """Prints one answer, or as many as the user asks for."""
-        params = sampling_params(args)
+        params, options = request_of(args)
         system = [] if args.system is None else [ChatMessage(role="system", content=args.system)]
         if args.prompt or not sys.stdin.isatty():
             typed = " ".join(args.prompt)
             question = typed if args.prompt and typed != "-" else read_stdin()
             if not question.strip():
                 raise UsageError("quire chat: the question is empty (see quire chat --help)")
-            asyncio.run(_answer_once(args, params, system, question))
+            asyncio.run(_answer_once(args, params, options, [*system, _asked(question)]))
             return 0
         if args.json:
             raise UsageError("quire chat: --json needs a question (see quire chat --help)")
-        _converse(args, params, system)
+        _converse(args, params, options, system)
         return 0
 
 
 async def _answer_once(
-    args: argparse.Namespace, params: SamplingParams, system: list[ChatMessage], question: str
+    args: argparse.Namespace,
+    params: SamplingParams,
+    options: CallOptions,
+    messages: list[ChatMessage],
 ) -> None:
-    messages = [*system, ChatMessage(role="user", content=question)]
     async with AsyncClient(args.target) as client:
         await tell_if_it_waits(client)
         if args.json:
-            answer = await client.complete_chat(messages, params, deadline_s=args.deadline)
-            print(as_json(answer))
+            print(as_json(await client.complete_chat(messages, params, **options)))
         else:
-            await stream_answer(client.chat(messages, params, deadline_s=args.deadline), [])
+            await stream_answer(client.chat(messages, params, **options), [])
 
 
-def _converse(args: argparse.Namespace, params: SamplingParams, system: list[ChatMessage]) -> None:
+def _asked(question: str) -> ChatMessage:
+    return ChatMessage(role="user", content=question)
+
+
+def _converse(
+    args: argparse.Namespace,
+    params: SamplingParams,
+    options: CallOptions,
+    system: list[ChatMessage],
+) -> None:
     readline.parse_and_bind("set bell-style none")
     # One loop for all turns, but none running while the user types: Ctrl-C then reaches input().
     with asyncio.Runner() as runner:
@@ -71,7 +82,7 @@ def _converse(args: argparse.Namespace, params: SamplingParams, system: list[Cha
             if not info.has_chat_template:
                 raise CommandError(f"{info.model} has no chat template; use: quire generate")
             print(f"{info.model} at {args.target}. Ctrl-C stops an answer, Ctrl-D ends.")
-            conversation = _Conversation(runner, client, params, args.deadline, system)
+            conversation = _Conversation(runner, client, params, options, system)
             while (question := _typed()) is not None:
                 conversation.turn(question)
         finally:
@@ -86,20 +97,20 @@ class _Conversation:
         runner: asyncio.Runner,
         client: AsyncClient,
         params: SamplingParams,
-        deadline_s: float | None,
+        options: CallOptions,
         system: list[ChatMessage],
     ) -> None:
         self._runner = runner
         self._client = client
         self._params = params
-        self._deadline_s = deadline_s
+        self._options = options
         self._said = list(system)
 
     def turn(self, question: str) -> None:
         """Prints the answer and remembers it; an answer cut short is kept as far as it came."""
-        asked = [*self._said, ChatMessage(role="user", content=question)]
+        asked = [*self._said, _asked(question)]
         pieces: list[str] = []
-        answer = self._client.chat(asked, self._params, deadline_s=self._deadline_s)
+        answer = self._client.chat(asked, self._params, **self._options)
         try:
             self._runner.run(stream_answer(answer, pieces))
         except KeyboardInterrupt:

@@ -6,7 +6,7 @@ import shlex
 from typing import Any
 
 from quire.cli.command import UsageError
-from quire.cli.sampling import add_request_flags, as_json, sampling_params
+from quire.cli.sampling import add_request_flags, as_json, request_of
 from quire.cli.terminal import read_stdin, stream_answer, tell_if_it_waits
 from quire.client import AsyncClient
 
@@ -50,14 +50,14 @@ class _Loose(argparse.Action):
 
 
 async def _generate(args: argparse.Namespace) -> None:
-    params = sampling_params(args)
+    params, options = request_of(args)
     prompt = read_stdin() if args.prompt == "-" else args.prompt
     async with AsyncClient(args.target) as client:
         await tell_if_it_waits(client)
         if args.json:
-            print(as_json(await client.complete(prompt, params, deadline_s=args.deadline)))
+            print(as_json(await client.complete(prompt, params, **options)))
         else:
-            await stream_answer(client.generate(prompt, params, deadline_s=args.deadline), [])
+            await stream_answer(client.generate(prompt, params, **options), [])
 
 
 COMMAND = Generate()

@@ -114,6 +114,19 @@ async def test_a_run(tmp_path: Path) -> None:
     assert all(request.stopping.ignore_eos for request in service.requests)
 
 
+async def test_requests_of_a_tenant_and_a_class() -> None:
+    service = FakeTextService(length=2)
+    async with serving(service) as target:
+        result = await bench(
+            *("--target", target, "--concurrency", "1", "--num-prompts", "2"),
+            *("--input-len", "3", "--output-len", "2"),
+            *("--tenant", "acme", "--priority-class", "batch"),
+        )
+    assert result.code == 0, result.err
+    asked = {(r.scheduling.tenant, r.scheduling.priority_class) for r in service.requests}
+    assert asked == {("acme", "batch")}
+
+
 async def test_failed_requests_are_counted_and_said(tmp_path: Path) -> None:
     service = FakeTextService(
         cuts=[None, 0, None, 1], failure=failure("UNAVAILABLE", "the worker is gone")

@@ -38,6 +38,18 @@ def unavailable(retry_after_ms: int = 1) -> status_pb2.Status:
     return failure("UNAVAILABLE", "going away", error_details_pb2.RetryInfo(retry_delay=delay))
 
 
+def full(retry_after_ms: int = 1, reason: str = "QUEUE_REQUESTS") -> status_pb2.Status:
+    """What a server sends whose queue has no room, or which sheds the request."""
+    delay = duration_pb2.Duration()
+    delay.FromMilliseconds(retry_after_ms)
+    return failure(
+        "RESOURCE_EXHAUSTED",
+        "queue is full",
+        error_details_pb2.RetryInfo(retry_delay=delay),
+        error_details_pb2.ErrorInfo(reason=reason, domain="quire"),
+    )
+
+
 @dataclass
 class FakeTextService(text_pb2_grpc.TextServiceServicer):
     """Answers every prompt with `length` words, or `max_tokens` of them if that is fewer.
@@ -53,6 +65,8 @@ class FakeTextService(text_pb2_grpc.TextServiceServicer):
         ended_early: set when a caller went away before the end.
         silent_end: the stream ends without saying how.
         refusals: how the first calls fail at once, each in turn.
+        refusals_after: how those after the first call fail at once, each in turn.
+        room: most calls at a time; those beyond it are told to come back. None for any number.
         requests: all requests for generation, in order.
         metadata: of all calls for generation, in order.
     """
@@ -67,6 +81,10 @@ class FakeTextService(text_pb2_grpc.TextServiceServicer):
     ended_early: asyncio.Event = field(default_factory=asyncio.Event)
     silent_end: bool = False
     refusals: list[status_pb2.Status] = field(default_factory=list)
+    refusals_after: list[status_pb2.Status] = field(default_factory=list)
+    room: int | None = None
+    running: int = 0
+    turned_away: int = 0
     requests: list[Any] = field(default_factory=list)
     metadata: list[dict[str, Any]] = field(default_factory=list)
 
@@ -119,8 +137,23 @@ class FakeTextService(text_pb2_grpc.TextServiceServicer):
         self.requests.append(request)
         self.metadata.append(dict(context.invocation_metadata()))
         refusal = self.refusals.pop(0) if self.refusals else self.refusal
+        if len(self.requests) > 1 and self.refusals_after:
+            refusal = self.refusals_after.pop(0)
+        if self.room is not None and self.running >= self.room:
+            self.turned_away += 1
+            refusal = full(20)
         if refusal is not None:
             await context.abort_with_status(rpc_status.to_status(refusal))
+        self.running += 1
+        try:
+            async for part in self._words(request, context, cut):
+                yield part
+        finally:
+            self.running -= 1
+
+    async def _words(
+        self, request: Any, context: Any, cut: int | None
+    ) -> AsyncIterator[dict[str, Any]]:
         wanted = request.stopping.max_tokens
         count = min(wanted, self.length) if wanted else self.length
         done = _unpacked(request.resume.token_ids.packed)

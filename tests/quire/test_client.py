@@ -7,7 +7,7 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2
 
-from quire import AsyncClient, ChatMessage, Delta, SamplingParams, Usage
+from quire import AsyncClient, ChatMessage, Delta, SamplingParams, Scheduling, Usage
 from quire.errors import (
     AnswerCut,
     DeadlineExceeded,
@@ -20,7 +20,15 @@ from quire.errors import (
     Unavailable,
     Unreachable,
 )
-from tests.fakes.text_service import FakeTextService, failure, serving, unavailable, words
+from quire.v1 import generation_pb2
+from tests.fakes.text_service import (
+    FakeTextService,
+    failure,
+    full,
+    serving,
+    unavailable,
+    words,
+)
 
 
 async def read(answer: Any) -> list[Delta]:
@@ -402,3 +410,93 @@ async def test_an_address_where_texts_are_not_served() -> None:
                     await call
     finally:
         await server.stop(None)
+
+
+URGENT = Scheduling(
+    priority_class="interactive",
+    tenant="acme",
+    ttft_target_ms=250,
+    tpot_target_ms=40,
+    shed_late=True,
+    session_id="s",
+    cache_salt="",
+    skip_reading_prefix_cache=True,
+)
+
+
+async def test_scheduling_is_sent_as_it_is_and_only_where_it_is_given() -> None:
+    service = FakeTextService()
+    async with serving(service) as target, AsyncClient(target) as client:
+        await client.complete("Hi", scheduling=URGENT)
+        await client.complete_chat([{"role": "user", "content": "Hi"}], scheduling=URGENT)
+        await client.complete("Hi", scheduling=Scheduling())
+        await client.complete("Hi", deadline_s=60)
+    generated, chatted, *plain = service.requests
+    assert generated.scheduling == chatted.scheduling
+    assert generated.scheduling == generation_pb2.SchedulingOptions(
+        priority_class="interactive",
+        tenant="acme",
+        ttft_target_ms=250,
+        tpot_target_ms=40,
+        shed_late=True,
+        session_id="s",
+        cache_salt="",
+        skip_reading_prefix_cache=True,
+    )
+    assert not any(request.HasField("scheduling") for request in plain)
+
+
+async def test_scheduling_of_another_kind_is_refused() -> None:
+    async with AsyncClient("127.0.0.1:1") as client:
+        with pytest.raises(InvalidRequest, match="scheduling: must be Scheduling, got dict"):
+            client.generate("Hi", scheduling={"tenant": "x"})  # type: ignore[arg-type]
+
+
+async def test_every_attempt_says_what_is_left_of_the_deadline() -> None:
+    service = FakeTextService(length=5, cuts=[2], failure=unavailable(300))
+    async with serving(service) as target, AsyncClient(target) as client:
+        answer = await client.complete("Hi", scheduling=Scheduling(deadline_s=60, tenant="a"))
+    assert answer.text == "".join(words(5))
+    first, again = (request.scheduling for request in service.requests)
+    assert 40_000 < first.deadline_ms <= 60_000
+    assert 40_000 - 300 < again.deadline_ms <= first.deadline_ms - 300
+    assert (first.tenant, again.tenant) == ("a", "a")
+
+
+@pytest.mark.parametrize(("own", "of_the_call"), [(0.3, None), (0.3, 60.0), (60.0, 0.3)])
+async def test_the_earlier_deadline_counts(own: float, of_the_call: float | None) -> None:
+    service = FakeTextService(pause=1)
+    async with serving(service) as target, AsyncClient(target) as client:
+        with pytest.raises(DeadlineExceeded):
+            await client.complete(
+                "Hi", deadline_s=of_the_call, scheduling=Scheduling(deadline_s=own)
+            )
+    assert service.requests[0].scheduling.deadline_ms <= 300
+
+
+async def test_a_full_queue_says_when_to_come_back_and_is_not_asked_again() -> None:
+    service = FakeTextService(refusal=full(2500))
+    async with serving(service) as target, AsyncClient(target) as client:
+        with pytest.raises(Overloaded, match="queue is full") as caught:
+            await client.complete("Hi")
+    assert (caught.value.retry_after_s, caught.value.was_shed) == (2.5, False)
+    assert len(service.requests) == 1
+
+
+async def test_an_answer_that_has_begun_waits_for_room_where_it_goes_on() -> None:
+    service = FakeTextService(length=5, cuts=[2])
+    service.refusals_after = [full(1), full(1)]
+    async with serving(service) as target, AsyncClient(target) as client:
+        answer = await client.complete("Hi")
+    assert answer.text == "".join(words(5))
+    assert [request.attempt for request in service.requests] == [0, 1, 2, 3]
+
+
+async def test_an_answer_that_is_shed_is_not_asked_for_again() -> None:
+    service = FakeTextService(length=5, cuts=[2])
+    service.refusals_after = [full(1, "SHED")]
+    async with serving(service) as target, AsyncClient(target) as client:
+        with pytest.raises(Overloaded) as caught:
+            await client.complete("Hi")
+    assert caught.value.was_shed
+    assert len(service.requests) == 2

@@ -16,9 +16,10 @@ from typing import Any
 
 import pytest
 
-from quire import LLM, RequestOutput, SamplingParams
+from quire import LLM, RequestOutput, SamplingParams, Scheduling
 from quire.batch import MOST_AT_ONCE
 from quire.errors import (
+    DeadlineExceeded,
     InvalidRequest,
     ModelNotFound,
     NotSupported,
@@ -29,7 +30,14 @@ from quire.errors import (
     Unreachable,
 )
 from tests.assets.checkpoints import make_successor_checkpoint
-from tests.fakes.text_service import FakeTextService, failure, serving, unavailable, words
+from tests.fakes.text_service import (
+    FakeTextService,
+    failure,
+    full,
+    serving,
+    unavailable,
+    words,
+)
 
 ROOT = Path(__file__).parents[2]
 GREEDY = SamplingParams(temperature=0, max_tokens=4)
@@ -177,6 +185,69 @@ async def test_an_overload_is_waited_for() -> None:
         service.refusals = [failure("RESOURCE_EXHAUSTED", "never")]
         with pytest.raises(Overloaded, match="never"):
             await asyncio.to_thread(llm.generate, "a")
+
+
+async def test_a_batch_may_be_larger_than_the_queue() -> None:
+    service = FakeTextService(length=1, room=20, pause=0)
+    async with joined(service) as llm, asyncio.TaskGroup() as tasks:
+        answers = tasks.create_task(asyncio.to_thread(llm.generate, ["a"] * 600))
+        async with asyncio.timeout(30):
+            while service.turned_away < MOST_AT_ONCE - 20:
+                await asyncio.sleep(0.01)
+        service.go_on.set()
+        assert texts(await answers) == [" w0"] * 600
+
+
+async def test_what_nobody_has_room_for_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.batch._PATIENCE_S", 0.3)
+    service = FakeTextService()
+    async with joined(service) as llm:
+        service.refusal = full(10)
+        with pytest.raises(Overloaded, match="queue is full"):
+            await asyncio.to_thread(llm.generate, ["a"] * 3)
+
+
+@pytest.mark.parametrize("reason", ["SHED", "TTFT_TARGET"])
+async def test_a_request_that_was_shed_is_not_asked_again(reason: str) -> None:
+    service = FakeTextService()
+    async with joined(service) as llm:
+        service.refusal = full(10, reason)
+        with pytest.raises(Overloaded) as caught:
+            await asyncio.to_thread(
+                llm.generate, "a", scheduling=Scheduling(ttft_target_ms=5, shed_late=True)
+            )
+    assert caught.value.was_shed
+    assert len(service.requests) == 1
+
+
+async def test_a_deadline_holds_while_a_request_is_turned_away() -> None:
+    service = FakeTextService()
+    async with joined(service) as llm:
+        service.refusal = full(100)
+        with pytest.raises(DeadlineExceeded, match=r"time given \(queue is full\)"):
+            await asyncio.to_thread(llm.generate, "a", scheduling=Scheduling(deadline_s=1))
+    told = [request.scheduling.deadline_ms for request in service.requests]
+    assert len(told) > 1
+    assert told == sorted(told, reverse=True)
+    assert told[-1] < 1000 - 90 * (len(told) - 1)
+
+
+async def test_scheduling_is_for_all_or_for_each() -> None:
+    service = FakeTextService(length=1)
+    async with joined(service) as llm:
+        batch, urgent = Scheduling(priority_class="batch"), Scheduling(priority_class="interactive")
+        await asyncio.to_thread(llm.generate, ["a", "b"], scheduling=batch)
+        await asyncio.to_thread(llm.generate, ["a", "b", "c"], scheduling=[urgent, None, batch])
+        hi = {"role": "user", "content": "a"}
+        await asyncio.to_thread(llm.chat, [[hi], [hi]], scheduling=[batch, urgent])
+        names = [request.scheduling.priority_class for request in service.requests]
+        assert names[:2] == ["batch", "batch"]
+        assert sorted(names[2:5]) == ["", "batch", "interactive"]
+        assert sorted(names[5:]) == ["batch", "interactive"]
+        with pytest.raises(InvalidRequest, match="scheduling: must be one for all or one for each"):
+            llm.generate(["a", "b"], scheduling=[batch])
+        with pytest.raises(InvalidRequest, match=r"scheduling\[1\]: must be Scheduling, got str"):
+            llm.generate(["a", "b"], scheduling=[batch, "batch"])  # type: ignore[list-item]
 
 
 async def test_closing_ends_what_runs_in_other_threads() -> None:

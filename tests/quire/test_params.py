@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from quire import SamplingParams
+from quire import SamplingParams, Scheduling
 from quire.errors import InvalidRequest, NotSupported, QuireError
 
 
@@ -170,3 +170,101 @@ def test_they_cannot_be_changed() -> None:
 def test_a_wrong_value_is_a_value_error_too() -> None:
     assert issubclass(InvalidRequest, ValueError)
     assert issubclass(InvalidRequest, QuireError)
+
+
+MOST = 2**32 - 1
+
+
+def test_no_scheduling_asks_for_nothing() -> None:
+    assert dataclasses.asdict(Scheduling()) == {
+        "priority_class": "",
+        "tenant": "",
+        "deadline_s": None,
+        "ttft_target_ms": None,
+        "tpot_target_ms": None,
+        "shed_late": False,
+        "session_id": "",
+        "cache_salt": None,
+        "skip_reading_prefix_cache": False,
+    }
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"priority_class": "é" * 64},
+        {"tenant": "x" * 128},
+        {"deadline_s": 0.001},
+        {"deadline_s": 4294967.295},
+        {"deadline_s": 2},
+        {"ttft_target_ms": 1},
+        {"tpot_target_ms": MOST},
+        {"shed_late": True},
+        {"session_id": "s" * 128},
+        {"cache_salt": ""},
+        {"skip_reading_prefix_cache": True},
+    ],
+)
+def test_limits_of_scheduling_are_inside(values: dict[str, Any]) -> None:
+    ((name, value),) = values.items()
+    assert getattr(Scheduling(**values), name) == value
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"priority_class": "x" * 129}, "priority_class: must be at most 128 bytes, got 129"),
+        ({"priority_class": 1}, "priority_class: must be text, got 1"),
+        ({"tenant": "é" * 65}, "tenant: must be at most 128 bytes, got 130"),
+        ({"tenant": None}, "tenant: must be text, got None"),
+        ({"session_id": "a\udc80"}, "session_id: is not valid Unicode at character 1"),
+        ({"cache_salt": b"x"}, "cache_salt: must be text, got b'x'"),
+        ({"deadline_s": 0}, "deadline_s: must be from 0.001 to 4294967.295, got 0"),
+        ({"deadline_s": 5e6}, "deadline_s: must be from 0.001 to 4294967.295, got 5000000.0"),
+        (
+            {"deadline_s": float("inf")},
+            "deadline_s: must be from 0.001 to 4294967.295, got inf",
+        ),
+        ({"deadline_s": "1"}, "deadline_s: must be a number, got '1'"),
+        ({"ttft_target_ms": 0}, "ttft_target_ms: must be from 1 to 4294967295, got 0"),
+        ({"ttft_target_ms": 1.5}, "ttft_target_ms: must be a whole number, got 1.5"),
+        ({"tpot_target_ms": 2**32}, "tpot_target_ms: must be from 1 to 4294967295, got 4294967296"),
+        ({"shed_late": 1}, "shed_late: must be true or false, got 1"),
+        (
+            {"skip_reading_prefix_cache": None},
+            "skip_reading_prefix_cache: must be true or false, got None",
+        ),
+    ],
+)
+def test_scheduling_that_is_out_of_range_is_named(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        Scheduling(**values)
+    assert str(caught.value) == message
+
+
+def test_all_that_is_wrong_with_scheduling_is_named_at_once() -> None:
+    values = {"tenant": 1, "deadline_s": -1, "tpot_target_ms": 0, "shed_late": "no"}
+    with pytest.raises(InvalidRequest) as caught:
+        Scheduling(**values)
+    assert [field for field, _ in caught.value.violations] == list(values)
+
+
+def test_names_in_the_wrong_place_are_told_where_they_belong() -> None:
+    with pytest.raises(InvalidRequest, match=r"^tenant: belongs into Scheduling$"):
+        SamplingParams(tenant="x")  # type: ignore[call-arg]  # that is the test
+    with pytest.raises(InvalidRequest, match=r"^seed: belongs into SamplingParams$"):
+        Scheduling(seed=1)  # type: ignore[call-arg]  # that is the test
+    with pytest.raises(InvalidRequest, match=r"^tenent: .*; did you mean tenant\?$"):
+        Scheduling(tenent="x")  # type: ignore[call-arg]  # that is the test
+    for kind in (SamplingParams, Scheduling):
+        with pytest.raises(InvalidRequest, match=r"^priority: is a class here: Scheduling\("):
+            kind(priority=1)
+    with pytest.raises(InvalidRequest, match=r"^scheduling: must be keywords"):
+        Scheduling("batch")  # type: ignore[misc]  # that is the test
+
+
+def test_scheduling_is_copied_like_any_value() -> None:
+    one = Scheduling(tenant="a", deadline_s=1)
+    assert copy.copy(one) == copy.deepcopy(one) == pickle.loads(pickle.dumps(one)) == one
+    assert dataclasses.replace(one, tenant="b") == Scheduling(tenant="b", deadline_s=1)
+    assert list(inspect.signature(Scheduling).parameters) == list(dataclasses.asdict(one))

@@ -14,6 +14,7 @@ import pytest
 
 from quire.cli.main import guarded
 from quire.errors import AnswerCut
+from quire.v1 import generation_pb2
 from tests.fakes.text_service import FakeTextService, failure, serving, words
 from tests.quire.cli.running_quire import environment, full_disk, quire, started
 
@@ -48,6 +49,48 @@ async def test_wrong_flags_are_all_named() -> None:
         "quire: top_p: must be in (0, 1], got 2.0; "
         "stop_token_ids: must be from 0 to 2**32 - 1 each, got -1\n"
     )
+
+
+@pytest.mark.parametrize("command", [("generate", "--prompt", "Hi"), ("chat", "Hi")])
+async def test_scheduling_travels(command: tuple[str, ...]) -> None:
+    service = FakeTextService()
+    async with serving(service) as target:
+        result = await quire(
+            *(*command, "--target", target, "--priority-class", "batch", "--tenant", "acme"),
+            *("--ttft-target", "250", "--tpot-target", "40", "--shed-late", "--session-id", "s"),
+            *("--cache-salt", "", "--no-prefix-cache-read"),
+        )
+        assert (result.code, result.out, result.err) == (0, f"{ANSWER}\n", "")
+        assert (await quire(*command, "--target", target)).code == 0
+    given, plain = service.requests
+    assert given.scheduling == generation_pb2.SchedulingOptions(
+        priority_class="batch",
+        tenant="acme",
+        ttft_target_ms=250,
+        tpot_target_ms=40,
+        shed_late=True,
+        session_id="s",
+        cache_salt="",
+        skip_reading_prefix_cache=True,
+    )
+    assert not plain.HasField("scheduling")
+
+
+async def test_wrong_scheduling_flags_are_named_with_the_others() -> None:
+    flags = ("--top-p", "2", "--ttft-target", "0", "--tenant", "t" * 129)
+    result = await quire("generate", "--prompt", "x", *flags)
+    assert (result.code, result.out) == (1, "")
+    assert result.err == (
+        "quire: top_p: must be in (0, 1], got 2.0; "
+        "tenant: must be at most 128 bytes, got 129; "
+        "ttft_target_ms: must be from 1 to 4294967295, got 0\n"
+    )
+
+
+async def test_a_priority_of_another_program_is_told_its_name_here() -> None:
+    result = await quire("generate", "--prompt", "x", "--priority", "1")
+    assert (result.code, result.out) == (2, "")
+    assert "there is no flag --priority; did you mean --priority-class?" in result.err
 
 
 async def test_one_json_object() -> None:
