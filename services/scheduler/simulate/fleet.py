@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 
-from rich.console import Console
 from rich.table import Table
 
 from services.scheduler.core.config import Config
@@ -24,7 +23,7 @@ from services.scheduler.simulate.loop import Simulation
 from services.scheduler.simulate.memory import mebibytes, peak_bytes, resident_bytes
 from services.scheduler.simulate.metrics import Histogram, Spread
 from services.scheduler.simulate.policies import POLICIES, engine_for, shortened
-from services.scheduler.simulate.report import millis
+from services.scheduler.simulate.report import console, millis
 from services.scheduler.simulate.step_model import StepModel, load_model
 from services.scheduler.simulate.synthetic import Lengths, Load, arrivals
 
@@ -251,7 +250,7 @@ class FleetCommand:
             seed=args.seed,
         )
         report = run_fleet(fleet, args.processes)
-        Console().print(_table(fleet, report))
+        console().print(_table(fleet, report))
         write_json(args.json, asdict(report))
         return 0
 

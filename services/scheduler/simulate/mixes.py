@@ -21,10 +21,11 @@ from services.scheduler.simulate.flags import (
     sigma,
     write_json,
 )
-from services.scheduler.simulate.report import millis, percent
+from services.scheduler.simulate.report import console, percent
 from services.scheduler.simulate.scenarios import (
     CONCURRENCIES,
     MIXES,
+    OUTPUT_SIGMA,
     Result,
     cells,
     run_cells,
@@ -65,10 +66,10 @@ class Mixes:
         parser.add_argument(
             "--output-sigma",
             type=sigma,
-            default=0.0,
+            default=OUTPUT_SIGMA,
             metavar="X",
-            help="outputs vary log-normally by it around the mix's, up to 4 times that, which each "
-            "request then carries as its bound (default: 0, all are equal)",
+            help="outputs vary log-normally by it around the mix's, up to twice that, which each "
+            "request then carries as its bound; 0: all are equal (default: %(default)s)",
         )
         parser.add_argument(
             "--policy",
@@ -113,7 +114,7 @@ class Mixes:
                 processes=args.processes,
                 done=lambda: progress.advance(bar),
             )
-        Console().print(mixes_table(results, model.name))
+        console().print(mixes_table(results, _title(args, model)))
         write_json(
             args.json,
             {
@@ -126,38 +127,51 @@ class Mixes:
         )
         if args.plot is not None:
             plot = importlib.import_module("services.scheduler.simulate.plot")
-            plot.plot_mixes(results, f"{model.name}: static batching (v0) and Quire", args.plot)
+            plot.plot_mixes(results, _title(args, model), args.plot)
         return 0
 
 
-def mixes_table(results: Sequence[Result], model_name: str) -> Table:
+def mixes_table(results: Sequence[Result], title: str) -> Table:
     """A line for each cell, v0 above ours."""
-    table = Table(title=f"{model_name}, closed loop")
-    headings = ("in / out", "clients", "policy", "tok/s", "TTFT p50", "p90", "p99")
-    for heading in (*headings, "TPOT p50", "p90", "p99", "KV held", "filled", "preempted"):
-        table.add_column(heading, justify="right")
+    table = Table(title=title)
+    headings = ["in / out", "clients", "policy", "tok/s", "TTFT s p50", "p90", "p99"]
+    headings += ["TPOT ms p50", "p90", "p99", "KV held", "filled", "preempted"]
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
     before = results[0].cell
     for result in results:
         cell, report = result.cell, result.report
         if (cell.prompt_tokens, cell.output_tokens) != (before.prompt_tokens, before.output_tokens):
             table.add_section()
         before = cell
+        ttft, tpot = report.ttft_ms, report.tpot_ms
         table.add_row(
-            f"{cell.prompt_tokens} / {cell.output_tokens}",
+            f"{cell.prompt_tokens}/{cell.output_tokens}",
             str(cell.concurrency),
             cell.policy,
             f"{report.output_tokens_per_s:.0f}",
-            millis(report.ttft_ms.p50),
-            millis(report.ttft_ms.p90),
-            millis(report.ttft_ms.p99),
-            millis(report.tpot_ms.p50),
-            millis(report.tpot_ms.p90),
-            millis(report.tpot_ms.p99),
+            *(_number(value, 1000) for value in (ttft.p50, ttft.p90, ttft.p99)),
+            *(_number(value, 1) for value in (tpot.p50, tpot.p90, tpot.p99)),
             percent(report.kv_held),
             percent(report.kv_filled),
             str(report.preemptions),
         )
     return table
+
+
+def _number(value: float | None, divisor: int) -> str:
+    """With three digits."""
+    if value is None:
+        return "-"
+    scaled = value / divisor
+    return f"{scaled:.{2 if scaled < 10 else 1}f}"
+
+
+def _title(args: argparse.Namespace, model: StepModel) -> str:
+    outputs = (
+        f"outputs vary by sigma {args.output_sigma:g}" if args.output_sigma else "equal outputs"
+    )
+    return f"{model.name}, closed loop, {outputs}: static batching (v0) and Quire ({args.policy})"
 
 
 def _mixes(text: str) -> tuple[tuple[int, int], ...]:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 
 from services.scheduler.core.plan import Counters
@@ -193,6 +194,12 @@ def group_table(report: Report) -> Table:
             millis(group.tpot_ms.p99),
         )
     return table
+
+
+def console() -> Console:
+    """Standard output; wide enough for the tables where it is a file."""
+    shown = Console()
+    return shown if shown.is_terminal else Console(width=130)
 
 
 def millis(value: float | None) -> str:

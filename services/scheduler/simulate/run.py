@@ -5,8 +5,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-
 from quire.cli.command import UsageError
 from services.scheduler.journal_codec import JournalError
 from services.scheduler.journal_reader import read_arrivals
@@ -23,7 +21,7 @@ from services.scheduler.simulate.flags import (
 )
 from services.scheduler.simulate.load import Arrival, ClosedLoop, OpenLoop, Source
 from services.scheduler.simulate.policies import POLICIES, run_policy
-from services.scheduler.simulate.report import group_table, one_table
+from services.scheduler.simulate.report import console, group_table, one_table
 from services.scheduler.simulate.step_model import InputError, load_model
 from services.scheduler.simulate.synthetic import Lengths, Load, arrivals
 from services.scheduler.simulate.trace import check_trace, trace
@@ -96,13 +94,13 @@ class Run:
             )
             for policy in args.policy
         ]
-        console = Console()
+        shown = console()
         workers = "a worker" if args.workers == 1 else f"{args.workers} workers"
-        console.print(one_table(f"{workers} of {model.name}", reports))
+        shown.print(one_table(f"{workers} of {model.name}", reports))
         for report in reports:
             if len(report.groups) > 1:
-                console.print(group_table(report))
-        console.print(f"simulated in {time.perf_counter() - started:.1f} s")
+                shown.print(group_table(report))
+        shown.print(f"simulated in {time.perf_counter() - started:.1f} s")
         write_json(args.json, [report.as_dict() for report in reports])
         return 0
 

@@ -17,8 +17,13 @@ MIXES = ((128, 128), (8192, 128), (128, 2048), (8192, 2048))
 
 CONCURRENCIES = (1, 8, 32, 64, 128)
 
+OUTPUT_SIGMA = 0.5
+"""How outputs vary unless asked otherwise. Where all are equal a static batch ends at once and
+wastes nothing, which no real load gives it.
+"""
+
 _FEWEST_REQUESTS = 8
-_LONGEST_OUTPUT = 4
+_LONGEST_OUTPUT = 2
 """Of outputs that vary: times their mean; it is also the bound that each request carries."""
 
 
@@ -43,7 +48,7 @@ class Cell:
     concurrency: int
     policy: str
     rounds: int = 4
-    output_sigma: float = 0.0
+    output_sigma: float = OUTPUT_SIGMA
     reserve_context: bool = False
     seed: int = 0
 
