@@ -28,8 +28,8 @@ _LANES = 4
 _LANE_BITS = 2
 _FULL = (1 << _LANES) - 1
 _PASSED = 1 << _LANES
-_TAG = 0xFFFFFFFF
-_TAG_BITS = 32
+_BLOCK = 0xFFFFFFFF
+_BLOCK_BITS = 32
 _SINGLY = 5
 """Up to so many are faster one at a time than as a batch."""
 _FARTHEST = 64
@@ -37,17 +37,30 @@ _PLACE_BITS = 16
 _MOST_AT_ONCE = 1 << _PLACE_BITS
 _UNUSED = -1
 
-# [lanes in use as bits, rank] -> the lane of that rank among the free ones, or _LANES.
+# [`_in_use` of a bucket, rank] -> the lane of that rank among the free ones, or _LANES.
 _FREE_LANE = np.array(
     [
-        [*(lane for lane in range(_LANES) if not bits >> lane & 1), *([_LANES] * _LANES)][:_LANES]
-        for bits in range(1 << _LANES)
+        [*(lane for lane in range(_LANES) if not bits >> lane & 1), *([_LANES] * 5)][: _LANES + 1]
+        for bits in range(2 * _PASSED)
     ],
     np.int64,
 )
 _FREE_LANE.flags.writeable = False
+_FIRST_FREE_LANE = _FREE_LANE[:, 0].copy()
+_FIRST_FREE_LANE.flags.writeable = False
 _BIT = (1 << np.arange(_LANES)).astype(np.uint8)
 _BIT.flags.writeable = False
+
+
+def _number(value: int) -> npt.NDArray[np.uint64]:
+    """For use with columns: a Python number costs twice the time of an array of no dimension."""
+    number = np.array(value, np.uint64)
+    number.flags.writeable = False
+    return number
+
+
+_BLOCK_PART, _BLOCK_SHIFT = _number(_BLOCK), _number(_BLOCK_BITS)
+_PLACE_PART, _STEM_PART = _number(_MOST_AT_ONCE - 1), _number(2**64 - _MOST_AT_ONCE)
 
 
 def as_digests(digests: bytes) -> Digests:
@@ -65,6 +78,7 @@ class PrefixIndex:
     def __init__(self, num_blocks: int) -> None:
         bits = max(1, (-(-4 * num_blocks // 3) - 1).bit_length())
         self._shift = 64 - bits
+        self._home_shift = _number(self._shift)
         self._num_buckets = 1 << bits
         # Zeros come from untouched pages. Blocks are kept as id + 1, so that zero means none.
         self._table: npt.NDArray[np.uint64] = np.zeros((self._num_buckets, _LANES), "<u8")
@@ -118,30 +132,9 @@ class PrefixIndex:
         if len(digests) <= _SINGLY * DIGEST_BYTES:
             return np.array([self.find(digest) for digest in _split(digests)], np.int64)
         keys = as_digests(digests)
-        count = len(keys)
-        home = self._homes(keys[:, 0])
-        self.lookups += count
-        self.probes += count
-        lanes = self._table.take(home, axis=0).reshape(-1)
-        tags = keys.view("<u4")[:, 0].repeat(_LANES)
-        at = (lanes.view("<u4")[::2] == tags).nonzero()[0]
-        held = (lanes.take(at) >> _TAG_BITS).view(np.int64)
-        known = self._digests.take(held, axis=0)
-        if at.size == count and known.tobytes() == digests:
-            # Equal bytes mean that each candidate stands at the place of its query.
-            found: IntArray = held - 1
-            return found
-        found = np.full(count, -1, np.int64)
-        if at.size:
-            query = at >> _LANE_BITS
-            equal = _equal_rows(known, keys.take(query, axis=0))
-            found[query[equal]] = held[equal] - 1
-        passed = (self._in_use.take(home) >= _PASSED) & (found < 0)
-        if np.count_nonzero(passed):
-            for place in passed.nonzero()[0].tolist():
-                found[place], probes = self._seek(_nth(digests, place))
-                self.probes += probes - 1
-        return found
+        self.lookups += len(keys)
+        found = self._lookup(keys, digests)
+        return np.full(len(keys), -1, np.int64) if found is None else found
 
     def insert(self, blocks: IntArray, digests: bytes) -> IntArray:
         """Makes blocks (all different, none findable) findable; of equal digests the first counts.
@@ -167,29 +160,31 @@ class PrefixIndex:
         if blocks.size <= _SINGLY:
             return self._insert_singly(range(blocks.size), blocks, digests)
         keys = as_digests(digests)
+        first = keys[:, 0]
         places = self._first_places(blocks.size)
-        unknown = self.lookup(digests) < 0
-        if np.count_nonzero(unknown) < blocks.size:
-            places = unknown.nonzero()[0]
-        # Sorted by their first 47 bits, so by home, and in the order given where these are equal.
-        order = (keys[:, 0].take(places) >> 17 << _PLACE_BITS).view(np.int64) | places
+        found = self._lookup(keys, digests)
+        if found is not None:
+            places = (found < 0).nonzero()[0]
+            first = first.take(places)
+        # Sorted by their first 48 bits, so by home, and in the order given where these are equal.
+        order = first & _STEM_PART | places.view(np.uint64)
         order.sort()
-        places = order & (_MOST_AT_ONCE - 1)
-        stems = order >> _PLACE_BITS
-        twice = stems[1:] == stems[:-1]
-        if np.count_nonzero(twice):
-            same = twice.nonzero()[0]
-            if not np.all(_equal_rows(keys[places[same]], keys[places[same + 1]])):
-                return self._insert_singly(np.sort(places).tolist(), blocks, digests)
-            first = np.concatenate([[True], ~twice])
-            order, places = order[first], places[first]
-        homes = order >> self._shift - 1
+        places = (order & _PLACE_PART).view(np.int64)
+        homes = self._homes(order)
         run = homes[1:] == homes[:-1]
         if not np.count_nonzero(run):
             return self._place(places, homes, None, blocks, digests)
-        ranks = self._first_places(homes.size).copy()
-        ranks[1:][run] = 0
-        ranks = self._first_places(homes.size) - np.maximum.accumulate(ranks)
+        pairs = run.nonzero()[0]
+        same = pairs[order[pairs] ^ order[pairs + 1] < _MOST_AT_ONCE]
+        if same.size:
+            if not np.all(_equal_rows(keys[places[same]], keys[places[same + 1]])):
+                return self._insert_singly(np.sort(places).tolist(), blocks, digests)
+            homes, places = np.delete(homes, same + 1), np.delete(places, same + 1)
+            run = homes[1:] == homes[:-1]
+        all_places = self._first_places(homes.size)
+        starts = all_places.copy()
+        starts[1:][run] = 0
+        ranks = all_places - np.maximum.accumulate(starts)
         return self._place(places, homes, ranks, blocks, digests)
 
     def delete(self, blocks: IntArray) -> None:
@@ -212,7 +207,7 @@ class PrefixIndex:
         away = lanes < 0
         lanes = np.where(away, -2 - lanes, lanes)
         keys = self._digests[blocks + 1, 0]
-        entries = (blocks.astype(np.uint64) + 1) << _TAG_BITS | keys & _TAG
+        entries = keys << _BLOCK_SHIFT | (blocks.astype(np.uint64) + 1)
         assert np.array_equal(self._lanes[lanes], entries), "index and blocks disagree"
         assert np.count_nonzero(self._lanes) == blocks.size, "an entry without a block"
         bits = (self._table != 0) @ _BIT.astype(np.int64)
@@ -231,22 +226,51 @@ class PrefixIndex:
     def _seek(self, digest: bytes) -> tuple[int, int]:
         """The block of a digest, or -1, and how many buckets were read."""
         key = int.from_bytes(digest[:8], "little")
-        bucket, tag = key >> self._shift, key & _TAG
+        bucket, tag = key >> self._shift, key & _BLOCK
         # Over time something may have gone by every bucket: once around is enough.
         for probe in range(1, min(_FARTHEST, self._num_buckets) + 1):
             start = bucket << _LANE_BITS
             for entry in self._view[start : start + _LANES].tolist():
-                if entry & _TAG == tag and entry:
-                    at = (entry >> _TAG_BITS) * DIGEST_BYTES
+                if entry >> _BLOCK_BITS == tag and entry:
+                    at = (entry & _BLOCK) * DIGEST_BYTES
                     if self._bytes[at : at + DIGEST_BYTES] == digest:
-                        return (entry >> _TAG_BITS) - 1, probe
+                        return (entry & _BLOCK) - 1, probe
             if self._in_use.item(bucket) < _PASSED:
                 break
             bucket = (bucket + 1) & (self._num_buckets - 1)
         return -1, probe
 
+    def _lookup(self, keys: Digests, digests: bytes) -> IntArray | None:
+        """`lookup`; None where nothing is found."""
+        count = len(keys)
+        self.probes += count
+        home = self._homes(keys[:, 0])
+        lanes = self._table.take(home, axis=0).reshape(-1)
+        tags = keys.view("<u4")[:, 0].repeat(_LANES)
+        at = (lanes.view("<u4")[1::2] == tags).nonzero()[0]
+        found = None
+        if at.size:
+            held = (lanes.take(at) & _BLOCK_PART).view(np.int64)
+            known = self._digests.take(held, axis=0)
+            if at.size == count and known.tobytes() == digests:
+                # Equal bytes mean that each candidate stands at the place of its query.
+                held -= 1
+                return held
+            found = np.full(count, -1, np.int64)
+            query = at >> _LANE_BITS
+            equal = _equal_rows(known, keys.take(query, axis=0))
+            found[query[equal]] = held[equal] - 1
+        if self._passed:
+            passed = self._in_use.take(home) >= _PASSED
+            if np.count_nonzero(passed):
+                found = np.full(count, -1, np.int64) if found is None else found
+                for place in (passed & (found < 0)).nonzero()[0].tolist():
+                    found[place], probes = self._seek(_nth(digests, place))
+                    self.probes += probes - 1
+        return found
+
     def _homes(self, first: npt.NDArray[np.uint64]) -> IntArray:
-        return (first >> self._shift).view(np.int64)
+        return (first >> self._home_shift).view(np.int64)
 
     def _way(self, home: int, bucket: int) -> list[int]:
         """The buckets passed from home to the bucket."""
@@ -276,12 +300,10 @@ class PrefixIndex:
             digests: the same; those named by `places` are all different.
         """
         in_use = self._in_use.take(homes)
-        free = in_use & _FULL
         if ranks is None:
-            lane = _FREE_LANE[:, 0].take(free)
+            lane = _FIRST_FREE_LANE.take(in_use)
         else:
-            lane = _FREE_LANE[free, np.minimum(ranks, _LANES - 1)]
-            lane[ranks >= _LANES] = _LANES
+            lane = _FREE_LANE[in_use, np.minimum(ranks, _LANES)]
         late = lane == _LANES
         if np.count_nonzero(late):
             done = self._place_fitting(places[~late], homes[~late], lane[~late], blocks, digests)
@@ -298,7 +320,7 @@ class PrefixIndex:
         ids = blocks.take(places)
         self._lane_of[ids] = lanes
         ids += 1
-        self._lanes[lanes] = ids.view(np.uint64) << _TAG_BITS | first & _TAG
+        self._lanes[lanes] = first << _BLOCK_SHIFT | ids.view(np.uint64)
         self._rows[ids] = rows
         np.add.at(self._in_use, homes, _BIT.take(lane))
         self._size += places.size
@@ -327,7 +349,7 @@ class PrefixIndex:
             self._passed[by] = self._passed.get(by, 0) + 1
         free = ~in_use & _FULL
         lane = bucket << _LANE_BITS | (free & -free).bit_length() - 1
-        self._view[lane] = (block + 1) << _TAG_BITS | key & _TAG
+        self._view[lane] = (key & _BLOCK) << _BLOCK_BITS | block + 1
         self._lane_of[block] = lane if bucket == home else -2 - lane
         self._bytes[(block + 1) * DIGEST_BYTES : (block + 2) * DIGEST_BYTES] = digest
         self._in_use[bucket] = in_use | free & -free
