@@ -182,7 +182,7 @@ class JournalExpire(_message.Message):
     def __init__(self) -> None: ...
 
 class JournalApply(_message.Message):
-    __slots__ = ("worker_id", "epoch", "step_id", "rows", "counts", "tokens", "failures", "execute_us")
+    __slots__ = ("worker_id", "epoch", "step_id", "rows", "counts", "tokens", "failures", "execute_us", "idle_us")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
@@ -191,6 +191,7 @@ class JournalApply(_message.Message):
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     FAILURES_FIELD_NUMBER: _ClassVar[int]
     EXECUTE_US_FIELD_NUMBER: _ClassVar[int]
+    IDLE_US_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     epoch: int
     step_id: int
@@ -199,7 +200,8 @@ class JournalApply(_message.Message):
     tokens: JournalTokens
     failures: _containers.RepeatedCompositeFieldContainer[JournalFailure]
     execute_us: int
-    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., step_id: _Optional[int] = ..., rows: _Optional[int] = ..., counts: _Optional[bytes] = ..., tokens: _Optional[_Union[JournalTokens, _Mapping]] = ..., failures: _Optional[_Iterable[_Union[JournalFailure, _Mapping]]] = ..., execute_us: _Optional[int] = ...) -> None: ...
+    idle_us: int
+    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., step_id: _Optional[int] = ..., rows: _Optional[int] = ..., counts: _Optional[bytes] = ..., tokens: _Optional[_Union[JournalTokens, _Mapping]] = ..., failures: _Optional[_Iterable[_Union[JournalFailure, _Mapping]]] = ..., execute_us: _Optional[int] = ..., idle_us: _Optional[int] = ...) -> None: ...
 
 class JournalFailure(_message.Message):
     __slots__ = ("slot", "message")

@@ -208,6 +208,7 @@ def fill_apply(message: Entry, worker_id: str, result: StepResult, veil: Veil | 
         tokens = result.token_ids
         _fill_veiled(apply.tokens, tokens.size, veil.special(tokens), veil)
     apply.execute_us = result.execute_us
+    apply.idle_us = result.idle_us
     for failure in result.failures:
         apply.failures.add(slot=failure.slot, message=failure.message)
 
@@ -288,6 +289,7 @@ def parse_apply(message: journal_pb2.JournalApply) -> StepResult:
         token_ids=_tokens(message.tokens),
         failures=tuple(RowFailure(slot=one.slot, message=one.message) for one in message.failures),
         execute_us=message.execute_us,
+        idle_us=message.idle_us,
     )
 
 

@@ -139,6 +139,7 @@ def parse_result(message: worker_pb2.StepResult) -> tuple[StepResult, StepTiming
         token_ids=parse_column(message.token_ids, "result.token_ids"),
         failures=tuple(RowFailure(slot=e.slot, message=e.message) for e in message.errors),
         execute_us=message.timings.execute_us,
+        idle_us=message.timings.idle_us,
     )
     timings = StepTimings(
         wait_us=message.timings.wait_us,

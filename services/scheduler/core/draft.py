@@ -105,6 +105,7 @@ class Draft:
             computed=computed,
             num_tokens=int(tokens.sum()),
             context=int(computed.sum()),
+            overlapped=bool(worker.open),
             released=released,
             pending=tuple(self._pending),
         )

@@ -155,6 +155,7 @@ class StepResult:
         counts: uint8 [rows], tokens sampled per row.
         token_ids: uint32 [sum of counts].
         execute_us: how long the worker computed, microseconds; 0: not told.
+        idle_us: how long it had nothing to do before, microseconds.
     """
 
     epoch: int
@@ -163,6 +164,7 @@ class StepResult:
     token_ids: TokenArray
     failures: tuple[RowFailure, ...] = ()
     execute_us: int = 0
+    idle_us: int = 0
 
 
 class EndReason(enum.Enum):

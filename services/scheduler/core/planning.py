@@ -36,7 +36,7 @@ _MAX_PASSED_OVER = 256
 """Waiting requests looked at and left in one step; bounds the time of `plan`."""
 
 _MOST_STEPS_WITHOUT_PREFILL = 16
-"""After so many steps whose decodes left no time for prefills, one block is computed all the same."""
+"""After so many steps whose decodes left no time for prefills, a block is computed all the same."""
 
 _MAX_DISPLACING = 8
 """Waiting requests that displace running ones in one step; bounds the time of `plan`."""

@@ -289,12 +289,15 @@ class Scheduler:
     # Verbs
 
     def plan(self, worker_id: str, now: int) -> StepPlan | None:
-        """The worker's next step; None while enough steps are open or there is nothing to do.
+        """The worker's next step; None while enough steps are open, while it is too early for the
+        one after the running one, or where there is nothing to do.
 
         Nothing raises out of it. A fault of its own makes the worker `broken`, to be `lost`.
         """
         worker = self._workers[worker_id]
         if len(worker.open) >= worker.spec.max_in_flight or worker_id in self._broken:
+            return None
+        if worker.open and worker.due is not None and now < worker.due:
             return None
         self._now = worker.pool.now = now
         planner = Planner(worker, self._surroundings(worker))
@@ -308,6 +311,8 @@ class Scheduler:
             self._end_faulty(planner.faulty)
         if not len(self._waiting):
             self._queue_model.idle(now)
+        if step is not None and len(worker.open) == 1:
+            worker.step_started(now)
         return step
 
     def apply(self, worker_id: str, result: StepResult, now: int) -> Events:
@@ -320,8 +325,7 @@ class Scheduler:
         self._now = worker.pool.now = now
         step = close_step(worker, result)
         self._moved = now
-        shape = StepShape(tokens=step.num_tokens, rows=step.slots.size, context=step.context)
-        worker.step_time.observe(shape, result.execute_us)
+        worker.step_answered(step, result.execute_us, result.idle_us, now)
         application = Application(
             worker,
             step,
@@ -336,7 +340,7 @@ class Scheduler:
             raise LinkFault(f"the result cannot be applied: {error!r}") from error
 
     def next_wakeup(self, now: int) -> int | None:
-        """When `expire` has something to do, microseconds; None: not before the next input."""
+        """When `expire` or `plan` has something to do; None: not before the next input."""
         if self._unasked or self._broken:
             return now
         instants = [
@@ -345,6 +349,12 @@ class Scheduler:
         instants.extend(pin.expires for pin in self._pins.values() if pin.expires is not None)
         if (alarm := self._timers.next()) is not None:
             instants.append(alarm)
+        if not self.is_idle:
+            instants.extend(
+                worker.due
+                for worker in self._workers.values()
+                if len(worker.open) == 1 and worker.due is not None and worker.due > now
+            )
         return min(instants, default=None)
 
     # Views

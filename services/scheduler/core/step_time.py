@@ -237,23 +237,8 @@ class StepTimeModel:
         """Takes what was observed since the last time into the sums, and solves them."""
         decodes: list[tuple[int, int, int, int]] = []
         prefills: list[tuple[int, int, int, int]] = []
-        note_error, note_excess = self._errors.append, self._excess.append
         for tokens, rows, context, execute_us, predicted in self._pending:
-            counted = execute_us
-            if predicted > 0:
-                error = execute_us - int(predicted)
-                note_error(error)
-                if tokens > rows:
-                    excess = int(error * _EXCESS_UNIT / predicted)
-                    note_excess(min(excess, _EXCESS_LIMIT))
-                if execute_us > _SURPRISE * predicted:
-                    self._drift += 1
-                elif execute_us < _BRISK * predicted:
-                    self._drift -= 1
-                elif self._drift:
-                    self._drift = int(self._drift / 2)
-                if error > predicted and self._drift < _DRIFT // 2:
-                    counted = min(execute_us, int(predicted * _OUTLIER))
+            counted = self._compared(execute_us, predicted, prefills=tokens > rows)
             if tokens > rows:
                 prefills.append((tokens, rows, context, counted))
             else:
@@ -277,6 +262,24 @@ class StepTimeModel:
         if self._beta is not None or known or self._seen >= _ENOUGH_OBSERVATIONS:
             self._fitted_prefill = self._largest_prefill
             self._beta = _solve(self._decodes, self._prefills, self._beta)
+
+    def _compared(self, execute_us: int, predicted: float, *, prefills: bool) -> int:
+        """Notes how a step compares with its prediction; gives the duration to learn from."""
+        if predicted <= 0:
+            return execute_us
+        error = execute_us - int(predicted)
+        self._errors.append(error)
+        if prefills:
+            self._excess.append(min(int(error * _EXCESS_UNIT / predicted), _EXCESS_LIMIT))
+        if execute_us > _SURPRISE * predicted:
+            self._drift += 1
+        elif execute_us < _BRISK * predicted:
+            self._drift -= 1
+        elif self._drift:
+            self._drift = int(self._drift / 2)
+        if error > predicted and self._drift < _DRIFT // 2:
+            return min(execute_us, int(predicted * _OUTLIER))
+        return execute_us
 
     def _fade(self, decodes: int, prefills: int) -> None:
         """Forgets what prefills cost, slowly, while there are few of them."""

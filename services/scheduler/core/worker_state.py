@@ -13,10 +13,11 @@ import numpy.typing as npt
 from services.scheduler.core.blocks import BlockPool
 from services.scheduler.core.chain import Hashing
 from services.scheduler.core.config import Config
+from services.scheduler.core.pacing import Pacing
 from services.scheduler.core.plan import IntArray, TokenArray, WorkerSpec
 from services.scheduler.core.request import Request, Status
 from services.scheduler.core.rows import Rows
-from services.scheduler.core.step_time import StepTimeModel
+from services.scheduler.core.step_time import StepShape, StepTimeModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +31,7 @@ class OpenStep:
         computed: int64 [rows], tokens computed once the step is done.
         num_tokens: tokens the step computes.
         context: tokens computed of all its requests once it is done.
+        overlapped: it was planned while another one was open.
         released: slots this step told the worker to release.
         pending: hashes of prompt blocks this step fills.
     """
@@ -41,6 +43,7 @@ class OpenStep:
     computed: IntArray
     num_tokens: int
     context: int
+    overlapped: bool
     released: IntArray
     pending: tuple[bytes, ...]
 
@@ -80,6 +83,9 @@ class WorkerState:
         """Preempted requests with tokens in flight, by (slot, generation)."""
         self.is_eos: npt.NDArray[np.bool_] = np.zeros(spec.vocab_size, np.bool_)
         self.is_eos[list(spec.eos_token_ids)] = True
+        self.due: int | None = None
+        """When to plan the next step, microseconds; None: as soon as may be."""
+        self._pacing = Pacing()
         self.steps_without_prefill = 0
         """In a row, while prompts waited for computation and decodes left no time."""
         self._offsets: IntArray = np.arange(spec.block_size)
@@ -197,6 +203,26 @@ class WorkerState:
                 tokens=np.concatenate(tokens) if tokens else None,
             )
         return faulty
+
+    def step_started(self, now: int) -> None:
+        """The oldest open step starts about now; decides when the one after it is due."""
+        self.due = None
+        if self.spec.max_in_flight != 2:
+            return  # a pipeline is kept full
+        step = self.open[0]
+        shape = StepShape(tokens=step.num_tokens, rows=step.slots.size, context=step.context)
+        predicted = self.step_time.predict_us(shape)
+        if predicted is not None:
+            self.due = self._pacing.due(now, predicted)
+
+    def step_answered(self, step: OpenStep, execute_us: int, idle_us: int, now: int) -> None:
+        """Learns how long a step took; the next open one starts."""
+        shape = StepShape(tokens=step.num_tokens, rows=step.slots.size, context=step.context)
+        self.step_time.observe(shape, execute_us)
+        if step.overlapped and execute_us > 0:
+            self._pacing.answered(execute_us, idle_us)
+        if self.open:
+            self.step_started(now)
 
     def drop_pending(self, hashes: tuple[bytes, ...]) -> None:
         """An open step that was filling these blocks has been answered."""
