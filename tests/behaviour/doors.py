@@ -69,6 +69,7 @@ class Ask:
 
     Attributes:
         messages: contents of the conversation where it is not the one message `prompt`.
+        scheduling: fields of SchedulingOptions with their values; no answer depends on them.
         deadline_s: of the call.
     """
 
@@ -82,6 +83,7 @@ class Ask:
     stops: tuple[str, ...] = ()
     include_stop: bool = False
     skip_special: bool | None = None
+    scheduling: tuple[tuple[str, Any], ...] = ()
     deadline_s: float = 10.0
 
 
@@ -118,7 +120,8 @@ class Refused(Exception):
         message: of the status.
         reason: ErrorInfo's, or "".
         numbers: ErrorInfo's metadata.
-        field: the one BadRequest names, or "".
+        field: the first one BadRequest names, or "".
+        fields: all that it names.
         parts: messages that came before it.
     """
 
@@ -129,6 +132,7 @@ class Refused(Exception):
         self.message = status.message
         self.parts = parts
         self.reason, self.field = "", ""
+        self.fields: tuple[str, ...] = ()
         self.numbers: dict[str, int] = {}
         for detail in status.details:
             info, bad = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest()
@@ -136,7 +140,8 @@ class Refused(Exception):
                 self.reason = info.reason
                 self.numbers = {name: int(value) for name, value in info.metadata.items()}
             if detail.Unpack(bad):
-                self.field = bad.field_violations[0].field
+                self.fields = tuple(violation.field for violation in bad.field_violations)
+                self.field = self.fields[0]
 
 
 @dataclass(slots=True)
@@ -200,6 +205,11 @@ def stopping(ask: Ask) -> generation_pb2.StoppingCriteria:
     )
 
 
+def scheduling(ask: Ask) -> generation_pb2.SchedulingOptions | None:
+    """The message of the same name; None where nothing is asked for."""
+    return generation_pb2.SchedulingOptions(**dict(ask.scheduling)) if ask.scheduling else None
+
+
 def token_request(stack: Stack, ask: Ask, request_id: str = "") -> token_pb2.TokenRequest:
     """The message of the same name."""
     assert not ask.stops
@@ -208,6 +218,7 @@ def token_request(stack: Stack, ask: Ask, request_id: str = "") -> token_pb2.Tok
         prompt=generation_pb2.TokenIds(ids=_prompt_ids(stack, ask)),
         sampling=generation_pb2.SamplingParams(temperature=ask.temperature, seed=ask.seed),
         stopping=stopping(ask),
+        scheduling=scheduling(ask),
     )
 
 
@@ -215,6 +226,7 @@ async def _by_text(stack: Stack, way: Way, ask: Ask) -> AsyncIterator[_Part]:
     common: dict[str, Any] = {
         "sampling": generation_pb2.SamplingParams(temperature=ask.temperature, seed=ask.seed),
         "stopping": stopping(ask),
+        "scheduling": scheduling(ask),
         "stop_strings": ask.stops,
         "output": text_pb2.OutputOptions(
             stream=way.streams,
@@ -379,7 +391,7 @@ def _recall(stack: Stack, way: Way, ask: Ask, answer: Answer) -> None:
     if ask.temperature and ask.seed is None:
         return
     # Chat renders another prompt, and the token doors show no text.
-    key = (way.is_chat, replace(ask, deadline_s=0.0))
+    key = (way.is_chat, replace(ask, deadline_s=0.0, scheduling=()))
     before = stack.answers.setdefault(key, answer)
     assert answer.outcome == before.outcome, "the same request got another answer"
     text_key = (*key, "text")

@@ -57,8 +57,24 @@ class Maker:
         kind = self.draw.choice(list(KINDS))
         return KINDS[kind](self, number)
 
+    def scheduling(self) -> generation_pb2.SchedulingOptions:
+        """Options that change when an answer comes, and nothing in it."""
+        draw = self.draw
+        return generation_pb2.SchedulingOptions(
+            priority_class=draw.choice(("", "interactive", "standard", "batch")),
+            tenant=draw.choice(("", "small", "large", "é" * 64)),
+            deadline_ms=draw.choice((None, None, 120_000, 2**32 - 1)),
+            ttft_target_ms=draw.choice((None, 1, 200, 2**32 - 1)),
+            tpot_target_ms=draw.choice((None, 1, 50, 2**32 - 1)),
+            session_id=draw.choice(("", "one", "two", "s" * 128)),
+            cache_salt=draw.choice((None, "", "salt", "é" * 64)),
+            skip_reading_prefix_cache=draw.random() < 0.2,
+        )
+
     def greedy(self, **fields: Any) -> tuple[Message, list[int]]:
         """A request whose tokens are known, at either door."""
+        if self.draw.random() < 0.5:
+            fields["scheduling"] = self.scheduling()
         prompt = [self.draw.randrange(250) for _ in range(self.draw.randint(1, 120))]
         count = self.draw.randint(1, 40)
         ids = successors(prompt[-1], count, VOCAB_SIZE)
@@ -172,6 +188,22 @@ def duplicate(maker: Maker, number: int) -> Plan:
     return Plan(kind="duplicated", message=message, outcomes=ends, ids=ids, twin=twin)
 
 
+def expired(maker: Maker, number: int) -> Plan:
+    """Its own deadline passes; it may just be done before that."""
+    message, ids = maker.long()
+    body_of(message).scheduling.CopyFrom(maker.scheduling())
+    body_of(message).scheduling.deadline_ms = maker.draw.choice((1, 5, 20))
+    ends = frozenset({TIMED_OUT, LENGTH})
+    return Plan(kind="expired", message=message, outcomes=ends, ids=ids)
+
+
+def unknown_class(maker: Maker, number: int) -> Plan:
+    message, _ = maker.greedy()
+    body_of(message).scheduling.CopyFrom(maker.scheduling())
+    body_of(message).scheduling.priority_class = maker.draw.choice(("urgent", "Batch", " "))
+    return Plan(kind="unknown class", message=message, outcomes=frozenset({INVALID}))
+
+
 def wrong(maker: Maker, number: int) -> Plan:
     message, _ = maker.greedy()
     maker.draw.choice(MISTAKES)(message)
@@ -194,7 +226,8 @@ KINDS: Mapping[str, Callable[[Maker, int], Plan]] = MappingProxyType(
         make.__name__: make
         for make in (
             *(valid, sampled, resumed, end_of_sequence, stop_string, stop_token, chat),
-            *(cut, late, duplicate, wrong, wrong, other_model, unknown_field),
+            *(cut, late, expired, duplicate, wrong, wrong, unknown_class),
+            *(other_model, unknown_field),
         )
     }
 )
@@ -259,10 +292,21 @@ def _many_stop_tokens(message: Message) -> None:
     body_of(message).stopping.stop_token_ids.extend(range(129))
 
 
+def _scheduling(**fields: Any) -> Callable[[Message], None]:
+    return lambda message: body_of(message).scheduling.MergeFrom(
+        generation_pb2.SchedulingOptions(**fields)
+    )
+
+
 MISTAKES: tuple[Callable[[Message], None], ...] = (
     *(_sampling(temperature=value) for value in (float("nan"), float("inf"), -0.1)),
     *(_sampling(top_p=value) for value in (float("nan"), 0.0, 1.5, -1.0)),
     *(_no_tokens, _too_many_tokens, _too_long_a_prompt, _no_prompt, _half_an_id),
     *(_an_id_beyond_the_vocabulary, _ids_in_both_forms, _a_long_name),
     *(_a_stop_token_beyond_the_vocabulary, _many_stop_tokens),
+    *(
+        _scheduling(**{name: "é" * 65})
+        for name in ("priority_class", "tenant", "session_id", "cache_salt")
+    ),
+    *(_scheduling(**{name: 0}) for name in ("deadline_ms", "ttft_target_ms", "tpot_target_ms")),
 )

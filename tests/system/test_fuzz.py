@@ -127,7 +127,8 @@ async def test_random_requests_end_as_they_must(services: ServiceSet) -> None:
             tasks.create_task(caller())
     for (kind, reason), count in sorted(outcomes.items()):
         sys.stdout.write(f"{count:5} {kind}: {reason}\n")
-    assert set(outcomes) == OUTCOMES
+    # Whether a deadline of a few milliseconds is met is up to the machine.
+    assert set(outcomes) - {("expired", "length")} == OUTCOMES
     assert outcomes.total() >= REQUESTS
     assert (await services.loads()).counters.preemptions > before.preemptions
     await everything_is_well(services)
@@ -144,11 +145,13 @@ OUTCOMES = {
     ("chat", "length"),
     ("cut", "CANCELLED"),
     ("deadline", "DEADLINE_EXCEEDED"),
+    ("expired", "DEADLINE_EXCEEDED"),
     ("duplicated", "length"),
     ("duplicated", "ABORTED"),
     ("duplicate", "ALREADY_EXISTS"),
     ("replacing", "length"),
     ("wrong", "INVALID_ARGUMENT"),
+    ("unknown class", "INVALID_ARGUMENT"),
     ("other model", "NOT_FOUND"),
     ("unknown field", "UNIMPLEMENTED"),
 }
