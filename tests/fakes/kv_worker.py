@@ -92,6 +92,7 @@ class KvWorker:
             ids = plan.new_block_ids[start : start + count].tolist()
             assert all(0 <= block < self.spec.num_blocks for block in ids)
             self._rows[slot].blocks += ids
+        self._copy(plan)
         self._check_digest(plan)
         counts, tokens, failures = [], [], []
         for slot, chunk in zip(plan.slots.tolist(), plan.num_tokens.tolist(), strict=True):
@@ -109,6 +110,21 @@ class KvWorker:
             token_ids=np.array(tokens, np.uint32),
             failures=tuple(failures),
         )
+
+    def _copy(self, plan: StepPlan) -> None:
+        """Copies whole blocks; all are read before any is written, as on a real worker."""
+        size = self.spec.block_size
+        targets = plan.copied_to.tolist()
+        assert len(set(targets)) == len(targets), "two copies to one block"
+        read = [
+            [self._kv.get((source, place)) for place in range(size)]
+            for source in plan.copied_from.tolist()
+        ]
+        for target, histories in zip(targets, read, strict=True):
+            for place, history in enumerate(histories):
+                self._kv.pop((target, place), None)
+                if history is not None:
+                    self._kv[target, place] = history
 
     def _compute(self, row: _Row, chunk: int) -> int | None:
         size = self.spec.block_size
