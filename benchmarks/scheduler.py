@@ -15,6 +15,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.scheduler_blocks import SMALLEST, block_costs, block_table
 from benchmarks.scheduler_hash import hash_costs, hash_table
 from benchmarks.scheduler_long_prompt import long_prompt_costs, long_prompt_table
 from services.scheduler.core.config import Config
@@ -156,6 +157,14 @@ class SchedulerBench:
             metavar="TRIALS",
             help="trials of long prompts that come while others decode; 0: none (default: 5)",
         )
+        parser.add_argument(
+            "--blocks",
+            type=_pool_sizes,
+            default=(1000, 1_000_000),
+            metavar="SIZES",
+            help=f"cached blocks, comma separated, each 0 or >= {SMALLEST}; 0: none "
+            "(default: 1000,1000000)",
+        )
         parser.add_argument("--json", type=Path, help="also write the figures to this file")
 
     def run(self, args: argparse.Namespace) -> int:
@@ -184,11 +193,26 @@ class SchedulerBench:
         long_prompts = long_prompt_costs(args.long_prompts) if args.long_prompts > 0 else []
         if long_prompts:
             Console().print(long_prompt_table(long_prompts))
+        blocks = block_costs(args.blocks)
+        if blocks:
+            Console().print(block_table(blocks))
         if args.json:
-            parts = {"decode": costs, "hash": hashes, "long_prompt": long_prompts}
+            parts = {
+                "decode": costs,
+                "hash": hashes,
+                "long_prompt": long_prompts,
+                "blocks": blocks,
+            }
             figures = {name: [asdict(cost) for cost in part] for name, part in parts.items()}
             args.json.write_text(json.dumps(figures, indent=1))
         return 0
+
+
+def _pool_sizes(text: str) -> tuple[int, ...]:
+    sizes = [int(part) for part in text.split(",")]
+    if any(0 != size < SMALLEST for size in sizes):
+        raise argparse.ArgumentTypeError(f"{text}: pools of fewer than {SMALLEST} blocks")
+    return tuple(size for size in sizes if size)
 
 
 COMMAND = SchedulerBench()

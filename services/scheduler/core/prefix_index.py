@@ -258,13 +258,17 @@ class PrefixIndex:
                 return held
             found = np.full(count, -1, np.int64)
             query = at >> _LANE_BITS
-            equal = _equal_rows(known, keys.take(query, axis=0))
-            found[query[equal]] = held[equal] - 1
+            asked = keys.take(query, axis=0)
+            if known.tobytes() != asked.tobytes():
+                equal = _equal_rows(known, asked)
+                query, held = query[equal], held[equal]
+            found[query] = held - 1
         if self._passed:
-            passed = self._in_use.take(home) >= _PASSED
-            if np.count_nonzero(passed):
+            missing = self._first_places(count) if found is None else (found < 0).nonzero()[0]
+            passed = missing[self._in_use.take(home.take(missing)) >= _PASSED]
+            if passed.size:
                 found = np.full(count, -1, np.int64) if found is None else found
-                for place in (passed & (found < 0)).nonzero()[0].tolist():
+                for place in passed.tolist():
                     found[place], probes = self._seek(_nth(digests, place))
                     self.probes += probes - 1
         return found
