@@ -9,6 +9,8 @@ from collections.abc import Iterator
 
 import grpc
 
+from quire.cli.command import CommandError
+from quire.errors import Unreachable
 from quire.statuses import error_of
 from quire.v1 import admin_pb2_grpc
 
@@ -16,6 +18,10 @@ DEFAULT_TARGET = "127.0.0.1:50052"
 """Where a scheduler listens unless it was told otherwise."""
 
 
+_WHERE = (
+    "the scheduler listens where its --listen or --admin-listen says, and quire up takes "
+    f"--admin-listen {DEFAULT_TARGET}"
+)
 _LARGEST = 2**32 - 1
 
 
@@ -69,4 +75,8 @@ def admin_service(args: argparse.Namespace) -> Iterator[admin_pb2_grpc.AdminServ
         try:
             yield admin_pb2_grpc.AdminServiceStub(channel)
         except grpc.RpcError as error:
-            raise error_of(error, args.target, service="admin service") from error
+            problem = error_of(error, args.target, service="admin service")
+            if isinstance(problem, Unreachable):
+                # Most likely a set whose scheduler listens for its own processes alone.
+                raise CommandError(f"{problem.message}; {_WHERE}") from error
+            raise problem from error

@@ -182,3 +182,26 @@ async def test_who_is_no_scheduler_is_named(capsys: Read) -> None:
     async with serving(FakeTextService()) as tokenizer:
         assert await asyncio.to_thread(main, ["admin", "get", "--target", tokenizer]) == 1
     assert capsys.readouterr().err == f"quire: there is no admin service at {tokenizer}\n"
+
+
+async def test_where_nobody_is_it_says_where_to_look(tmp_path: Path, capsys: Read) -> None:
+    target = f"unix://{tmp_path}/no.sock"
+    assert await asyncio.to_thread(main, ["admin", "get", "--target", target]) == 1
+    told = capsys.readouterr().err
+    assert told.startswith(f"quire: cannot reach {target} (")
+    assert told.endswith("quire up takes --admin-listen 127.0.0.1:50052\n")
+    assert told.count("\n") == 1
+
+
+async def test_a_user_without_a_name_is_a_number(
+    scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nameless() -> str:
+        raise KeyError("uid not found")
+
+    monkeypatch.setattr("getpass.getuser", nameless)
+    monkeypatch.setattr("os.getuid", lambda: 1234)
+    monkeypatch.setattr("socket.gethostname", lambda: "desk")
+    await scheduler.quire("set", "ageing=1")
+    (change,) = json.loads(await scheduler.quire("changes", "--json"))["changes"]
+    assert change["actor"] == "1234@desk"
