@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from quire.v1 import admin_pb2, admin_pb2_grpc, token_pb2
-from quire.v1.generation_pb2 import StoppingCriteria, TokenIds
+from quire.v1.generation_pb2 import SchedulingOptions, StoppingCriteria, TokenIds
 from services.chassis.server import GrpcServer
 from services.scheduler.admin import MOST_PINS, AdminServicer
 from services.scheduler.audit import AuditLog
@@ -299,10 +299,12 @@ class Behind:
         request = admin_pb2.SetConfigRequest(change=Config_(**change), actor="ann")
         return await self.stub.SetConfig(request)
 
-    async def generate(self, *prompt: int, max_tokens: int = 3) -> int:
+    async def generate(self, *prompt: int, max_tokens: int = 3, priority_class: str = "") -> int:
         """Generates, and gives how many tokens of the prompt were cached."""
         request = token_pb2.TokenRequest(
-            prompt=TokenIds(ids=prompt), stopping=StoppingCriteria(max_tokens=max_tokens)
+            prompt=TokenIds(ids=prompt),
+            stopping=StoppingCriteria(max_tokens=max_tokens),
+            scheduling=SchedulingOptions(priority_class=priority_class),
         )
         call = self.scheduler.tokens.Generate(
             token_pb2.TokenServiceGenerateRequest(request=request)
@@ -361,6 +363,38 @@ async def test_the_token_budget_and_the_chunk_change(behind: Behind) -> None:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(0.05):
                         await worker.answer(await worker.step())
+
+
+@pytest.mark.parametrize("changes", [False, True])
+async def test_what_waits_is_ordered_anew_when_the_policy_changes(
+    behind: Behind, changes: bool
+) -> None:
+    await behind.set(policy=admin_pb2.SCHEDULING_POLICY_FCFS, max_num_seqs=1)
+    ended: list[str] = []
+
+    async def generate(priority_class: str) -> None:
+        await behind.generate(5, 6, priority_class=priority_class)
+        ended.append(priority_class)
+
+    async def waits(count: int) -> None:
+        async with asyncio.timeout(5):
+            while (await behind.scheduler.loads()).waiting != count:
+                await asyncio.sleep(0.01)
+
+    async with asyncio.TaskGroup() as requests:
+        for waiting, priority_class in enumerate(("batch", "standard", "interactive"), 1):
+            requests.create_task(generate(priority_class))
+            await waits(waiting)
+        if changes:
+            await behind.set(policy=admin_pb2.SCHEDULING_POLICY_PRIORITY)
+        async with attached(behind.scheduler.target) as worker:
+            serving = requests.create_task(worker.serve())
+            async with asyncio.timeout(5):
+                while len(ended) < 3:
+                    await asyncio.sleep(0.01)
+            serving.cancel()
+    order = ["batch", "standard", "interactive"]
+    assert ended == (order[::-1] if changes else order)
 
 
 async def test_queue_bounds_change(behind: Behind) -> None:
