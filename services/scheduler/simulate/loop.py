@@ -113,6 +113,8 @@ class Simulation:
         self._answers: list[tuple[int, int, str, Answer]] = []
         self._cancels: list[tuple[int, int, int]] = []
         self._sequence = 0
+        self._wakeup: int | None = None
+        """When the engine wants to be woken, as of the last look."""
         self._places: dict[str, _Place] = {}
         for number in range(workers):
             spec, _, events = engine.attach(model.spec(f"w{number}"), 0)
@@ -128,13 +130,14 @@ class Simulation:
             Stuck: never, and requests are live.
         """
         wakeup = self.engine.next_wakeup(self.now)
-        times = [
-            # One that is due and was not enough is asked again with time gone on.
-            None if wakeup is None else max(wakeup, self.now + 1),
+        # One that is due and was not enough is asked again with time gone on.
+        self._wakeup = None if wakeup is None else max(wakeup, self.now + 1)
+        times = (
+            self._wakeup,
             self._source.next_at(),
             self._answers[0][0] if self._answers else None,
             self._cancels[0][0] if self._cancels else None,
-        ]
+        )
         known = [time for time in times if time is not None]
         if known:
             return max(self.now, min(known))
@@ -160,8 +163,7 @@ class Simulation:
             if self.figures.is_live(handle, came):
                 self._take(self.engine.abort(handle, now))
         self._admit()
-        wakeup = self.engine.next_wakeup(now)
-        if wakeup is not None and wakeup <= now:
+        if self._wakeup is not None and self._wakeup <= now:
             self._take(self.engine.expire(now))
             self._admit()
         for worker_id, place in self._places.items():

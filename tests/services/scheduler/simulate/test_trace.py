@@ -96,9 +96,7 @@ def test_a_checked_trace_tells_how_long_its_requests_may_get(tmp_path: Path) -> 
         (["at,prompt_tokens", "0,1"], "line 2: output_tokens: missing"),
     ],
 )
-def test_a_wrong_line_is_named_with_its_field(
-    tmp_path: Path, lines: list[str], wrong: str
-) -> None:
+def test_a_wrong_line_is_named_with_its_field(tmp_path: Path, lines: list[str], wrong: str) -> None:
     path = tmp_path / "trace"
     path.write_text("\n".join(lines) + "\n")
     with pytest.raises(InputError) as error:
