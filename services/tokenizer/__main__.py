@@ -5,9 +5,9 @@ Wiring, top to bottom:
     settings ─► model folder ─► Encoding ─► EncodingPool ─┐
                      │             └──► Validator ────────┼─► TextServicer ─► GrpcServer
                      └─► sampling defaults ──┘            │         health: session up
-    scheduler ◄══ Session ══► SchedulerLink ──────────────┘
+    schedulers ◄══ Session ══► SchedulerLink ◄── Router ──┘
 
-Ready means: the tokenizer is loaded, the session with the scheduler stands, and that can serve. On
+Ready means: the tokenizer is loaded, a session with a scheduler stands, and that can serve. On
 SIGTERM: not ready, new calls refused, running ones finish within --drain-timeout, goodbye to the
 scheduler, and exit 0.
 """
@@ -27,8 +27,8 @@ from services.chassis.server import GrpcServer
 from services.tokenizer.encoding import load_encoding
 from services.tokenizer.encoding_pool import EncodingPool
 from services.tokenizer.generation_config import load_sampling_defaults
+from services.tokenizer.routing import Router
 from services.tokenizer.servicer import TextServicer
-from services.tokenizer.session import SchedulerLink
 from services.tokenizer.session_call import LinkOptions
 from services.tokenizer.settings import TokenizerSettings, read_settings
 from services.tokenizer.validation import Validator
@@ -71,8 +71,11 @@ async def serve(settings: TokenizerSettings, stopping: asyncio.Event) -> None:
     async def on_serving(serving: bool) -> None:
         await server.set_ready(serving and not stopping.is_set())
 
-    link = SchedulerLink(
-        LinkOptions(target=settings.scheduler, tokenizer_digest=encoding.digest, model=model),
+    link = Router(
+        [
+            LinkOptions(target=target, tokenizer_digest=encoding.digest, model=model)
+            for target in settings.scheduler
+        ],
         on_serving,
     )
     pool = EncodingPool(encoding, threads=min(_MOST_THREADS, len(os.sched_getaffinity(0))))
@@ -98,7 +101,7 @@ async def serve(settings: TokenizerSettings, stopping: asyncio.Event) -> None:
 
 
 async def _drain(
-    server: GrpcServer, servicer: TextServicer, link: SchedulerLink, timeout_s: float
+    server: GrpcServer, servicer: TextServicer, link: Router, timeout_s: float
 ) -> None:
     """Lets running calls finish, ends those that do not, and says goodbye to the scheduler."""
     servicer.refuse_new()

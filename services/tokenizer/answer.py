@@ -19,7 +19,7 @@ from services.tokenizer.domain import (
     ValidOptions,
 )
 from services.tokenizer.generation import TextGeneration, make_matcher
-from services.tokenizer.session import SchedulerLink
+from services.tokenizer.routing import Router
 from services.tokenizer.token_stream import TokenStream
 
 
@@ -47,11 +47,11 @@ class Answer:
 
     Args:
         plan: what to answer.
-        link: to the scheduler.
+        link: to the schedulers.
         special: text of each special token by id.
     """
 
-    def __init__(self, plan: AnswerPlan, link: SchedulerLink, special: Mapping[int, str]) -> None:
+    def __init__(self, plan: AnswerPlan, link: Router, special: Mapping[int, str]) -> None:
         self._plan = plan
         self._options = plan.options
         self._link = link

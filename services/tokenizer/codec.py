@@ -8,10 +8,12 @@ from typing import Any
 from google.protobuf.message import Message
 
 from quire.v1 import generation_pb2, text_pb2, token_pb2
+from services.tokenizer.block_hashes import PrefixSet
 from services.tokenizer.domain import (
     ChatMessage,
     FinishReason,
     Limits,
+    LoadReport,
     RawOptions,
     RawSampling,
     RawTokenIds,
@@ -118,12 +120,15 @@ def to_render_response(chat: RenderedChat) -> text_pb2.RenderChatResponse:
     return text_pb2.RenderChatResponse(text=chat.text, token_ids=to_token_ids(chat.token_ids))
 
 
-def to_hello(instance_id: str, tokenizer_digest: str) -> token_pb2.SessionRequest:
+def to_hello(
+    instance_id: str, tokenizer_digest: str, *, wants_load: bool
+) -> token_pb2.SessionRequest:
     """The first message of a Session."""
     hello = token_pb2.Hello(
         instance_id=instance_id,
         tokenizer_digest=tokenizer_digest,
         protocol_major=PROTOCOL_MAJOR,
+        wants_load=wants_load,
     )
     return token_pb2.SessionRequest(hello=hello)
 
@@ -176,6 +181,24 @@ def limits_from_proto(limits: token_pb2.ModelLimits) -> Limits | None:
         kv_capacity_tokens=limits.kv_capacity_tokens,
         eos_token_ids=frozenset(limits.eos_token_ids),
         num_workers=limits.num_workers,
+        block_size=limits.block_size,
+        model_digest=limits.model_digest,
+        prefix_hash=limits.prefix_hash if limits.block_size else "",
+    )
+
+
+def load_from_proto(report: token_pb2.LoadReport) -> LoadReport:
+    """How busy a scheduler is.
+
+    Raises:
+        ValueError: the digest of what it has cached is none.
+    """
+    changed = report.HasField("prefixes")
+    return LoadReport(
+        running=report.running,
+        waiting=report.waiting,
+        waiting_tokens=report.waiting_tokens,
+        prefixes=PrefixSet(report.prefixes.bloom) if changed else None,
     )
 
 

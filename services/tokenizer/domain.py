@@ -5,7 +5,7 @@ then a `TokenWork` for the scheduler. Token ids are sequences of ints in order.
 """
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
 
@@ -164,7 +164,11 @@ class TokenWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What the attached workers can serve; see ModelLimits in the wire contract."""
+    """What the attached workers can serve; see ModelLimits in the wire contract.
+
+    Attributes:
+        prefix_hash: name of the hash of cached blocks; "" where none are.
+    """
 
     model: str
     vocab_size: int
@@ -172,6 +176,23 @@ class Limits:
     kv_capacity_tokens: int
     eos_token_ids: frozenset[int]
     num_workers: int
+    block_size: int = 0
+    model_digest: str = ""
+    prefix_hash: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadReport:
+    """How busy a scheduler is; see LoadReport in the wire contract.
+
+    Attributes:
+        prefixes: hashes of cached blocks; None where they are as they were.
+    """
+
+    running: int
+    waiting: int
+    waiting_tokens: int
+    prefixes: Container[bytes] | None
 
 
 class FinishReason(enum.Enum):

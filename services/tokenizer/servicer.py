@@ -21,7 +21,7 @@ from services.tokenizer.domain import Limits, RawTokenIds, Scheduling, TextMessa
 from services.tokenizer.encoding import Encoding
 from services.tokenizer.encoding_pool import EncodingPool
 from services.tokenizer.packing import compact_ids
-from services.tokenizer.session import SchedulerLink
+from services.tokenizer.routing import Router
 from services.tokenizer.validation import (
     Validator,
     check_messages,
@@ -53,7 +53,7 @@ class TextServicer(text_pb2_grpc.TextServiceServicer):
         validator: the rules for the model.
         encoding: the tokenizer.
         pool: the tokenizer, beside the event loop.
-        link: the scheduler.
+        link: to the schedulers.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class TextServicer(text_pb2_grpc.TextServiceServicer):
         validator: Validator,
         encoding: Encoding,
         pool: EncodingPool,
-        link: SchedulerLink,
+        link: Router,
     ) -> None:
         self._version = version
         self._validator = validator

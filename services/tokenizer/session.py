@@ -10,15 +10,16 @@ import logging
 import random
 import uuid
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from quire.v1 import token_pb2_grpc
 from services.chassis.channel import open_channel
 from services.chassis.errors import Overloaded, ServiceError
 from services.tokenizer import codec
 from services.tokenizer.domain import Limits, TokenWork
+from services.tokenizer.scheduler_load import SchedulerLoad
 from services.tokenizer.session_call import LinkOptions, SessionCall
 from services.tokenizer.token_stream import TokenStream
 
@@ -34,23 +35,43 @@ class LinkCounts:
     on_session: int
 
 
+class Elsewhere(Protocol):
+    """The other schedulers, as a link sees them."""
+
+    def take_over(self, link: "SchedulerLink", streams: Iterable[TokenStream]) -> None:
+        """Moves those of the link's streams that another scheduler can serve now."""
+        ...
+
+    def refused(self, link: "SchedulerLink", stream: TokenStream, code: int) -> bool:
+        """Whether a stream that this scheduler ended with an error was moved to another one."""
+        ...
+
+
 class SchedulerLink:
     """Keeps a session with the scheduler until told to stop, and carries requests over it.
 
     Args:
         options: where and how.
         on_serving: told whether requests can be served: a session stands, whose scheduler says so.
+        elsewhere: the other schedulers, if there are any.
     """
 
-    def __init__(self, options: LinkOptions, on_serving: Callable[[bool], Awaitable[None]]) -> None:
+    def __init__(
+        self,
+        options: LinkOptions,
+        on_serving: Callable[[bool], Awaitable[None]],
+        elsewhere: Elsewhere | None = None,
+    ) -> None:
         self._options = options
         self._on_serving = on_serving
+        self._elsewhere = elsewhere
+        self.load = SchedulerLoad()
         self._instance_id = uuid.uuid4().hex
         self._random = random.Random()
         self._stopping = asyncio.Event()
         self._session: SessionCall | None = None
-        # In order of arrival.
-        self._live: dict[TokenStream, None] = {}
+        # In order of arrival, with what the load wants to know at their end.
+        self._live: dict[TokenStream, int] = {}
         self._unsent: OrderedDict[TokenStream, None] = OrderedDict()
         self._last_reason = ""
 
@@ -58,6 +79,26 @@ class SchedulerLink:
     def limits(self) -> Limits | None:
         """What the workers can serve; None while it is not known."""
         return self._session.limits if self._session is not None else None
+
+    @property
+    def has_session(self) -> bool:
+        """Whether the scheduler is reached."""
+        return self._session is not None
+
+    @property
+    def serves(self) -> bool:
+        """Whether requests can be served now."""
+        return self._session is not None and self._session.serving
+
+    @property
+    def matches(self) -> bool:
+        """Whether the scheduler is reached and its workers serve this model."""
+        return self._session is not None and self._session.matches
+
+    @property
+    def unsent(self) -> Iterable[TokenStream]:
+        """Requests not submitted, in order."""
+        return self._unsent.keys()
 
     @property
     def counts(self) -> LinkCounts:
@@ -71,7 +112,13 @@ class SchedulerLink:
         async with open_channel(self._options.target) as channel:
             stub: Any = token_pb2_grpc.TokenServiceStub(channel)
             while not self._stopping.is_set():
-                session = SessionCall(stub.Session(), self._options, self._unsent)
+                session = SessionCall(
+                    stub.Session(),
+                    self._options,
+                    self._unsent,
+                    on_load=self.load.report,
+                    passed_on=self._passed_on,
+                )
                 reason = await self._hold(session)
                 if session.welcomed:
                     delay = self._options.first_delay_s
@@ -97,10 +144,21 @@ class SchedulerLink:
         if self._session is None:
             loop = asyncio.get_running_loop()
             stream.wait_until(loop.time() + self._options.new_request_s)
-        self._live[stream] = None
-        self._unsent[stream] = None
-        self._wake()
+        self._take(stream)
         return stream
+
+    def adopt(self, stream: TokenStream) -> None:
+        """Takes a live request from another link; the scheduler must be reached."""
+        stream.move_to(self)
+        stream.wait_until(None)
+        self._take(stream)
+
+    def release(self, stream: TokenStream) -> None:
+        """Lets go of a live request that another link takes; an ended session carried it, or none,
+        or the scheduler has ended it.
+        """
+        self._unsent.pop(stream, None)
+        self._ended(stream)
 
     def finish(self, stream: TokenStream, kept_tokens: int) -> bool:
         """See StreamOwner."""
@@ -112,8 +170,8 @@ class SchedulerLink:
 
     def forget(self, stream: TokenStream) -> None:
         """See StreamOwner."""
-        self._live.pop(stream, None)
         self._unsent.pop(stream, None)
+        self._ended(stream)
         if self._session is not None and stream.stream_id in self._session.streams:
             del self._session.streams[stream.stream_id]
             self._session.send(codec.to_abort(stream.stream_id))
@@ -162,6 +220,9 @@ class SchedulerLink:
             in_order = [stream for stream in self._live if not stream.is_over]
             self._unsent.clear()
             self._unsent.update(dict.fromkeys(in_order))
+            self.load.forget()
+            if self._elsewhere is not None:
+                self._elsewhere.take_over(self, in_order)
         if reason != self._last_reason and not self._stopping.is_set():
             self._last_reason = reason
             target, waiting = self._options.target, len(self._unsent)
@@ -177,6 +238,16 @@ class SchedulerLink:
         except TimeoutError:
             return
 
-    def _wake(self) -> None:
+    def _take(self, stream: TokenStream) -> None:
+        self._live[stream] = self.load.opened(len(stream.work.prompt))
+        self._unsent[stream] = None
         if self._session is not None:
             self._session.wake()
+
+    def _ended(self, stream: TokenStream) -> None:
+        opened = self._live.pop(stream, None)
+        if opened is not None:
+            self.load.ended(opened, len(stream.work.prompt))
+
+    def _passed_on(self, stream: TokenStream, code: int) -> bool:
+        return self._elsewhere is not None and self._elsewhere.refused(self, stream, code)

@@ -20,7 +20,7 @@ from services.chassis.channel import MAX_MESSAGE_BYTES
 from services.chassis.errors import FailedPrecondition, Internal, InvalidArgument, RemoteError
 from services.chassis.logs import told
 from services.tokenizer import codec
-from services.tokenizer.domain import Limits, TokenEnd
+from services.tokenizer.domain import Limits, LoadReport, TokenEnd
 from services.tokenizer.packing import unpack_ids
 from services.tokenizer.token_stream import TokenStream
 
@@ -49,6 +49,7 @@ class LinkOptions:
         goodbye_s: how long it may take to answer our goodbye.
         first_delay_s: pause before dialling again, doubled each time.
         longest_delay_s: where doubling ends.
+        wants_load: whether the scheduler is to tell how busy it is.
     """
 
     target: str
@@ -62,6 +63,7 @@ class LinkOptions:
     goodbye_s: float = 2.0
     first_delay_s: float = 0.05
     longest_delay_s: float = 1.0
+    wants_load: bool = False
 
 
 class SessionCall:
@@ -71,10 +73,19 @@ class SessionCall:
         call: as the stub made it.
         options: who we are, and how long to wait.
         unsent: requests to submit, first ones first; what is submitted leaves it.
+        on_load: told how busy the scheduler is, where `options` want that.
+        passed_on: asked about each request that the scheduler ends with an error, with the
+            status code: whether another scheduler has it now.
     """
 
     def __init__(
-        self, call: _Call, options: LinkOptions, unsent: OrderedDict[TokenStream, None]
+        self,
+        call: _Call,
+        options: LinkOptions,
+        unsent: OrderedDict[TokenStream, None],
+        *,
+        on_load: Callable[[LoadReport], None],
+        passed_on: Callable[[TokenStream, int], bool],
     ) -> None:
         self.call = call
         self.limits: Limits | None = None
@@ -86,6 +97,8 @@ class SessionCall:
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._options = options
         self._unsent = unsent
+        self._on_load = on_load
+        self._passed_on = passed_on
         # Bounded: at most a finish and an abort for each submitted request, and a goodbye.
         self._outbox: deque[token_pb2.SessionRequest] = deque()
         self._work = asyncio.Event()
@@ -96,7 +109,12 @@ class SessionCall:
     @property
     def serving(self) -> bool:
         """Whether requests can be served now: the scheduler says so, and serves this model."""
-        return self._scheduler_serves and self._mismatch is None
+        return self._scheduler_serves and self.matches
+
+    @property
+    def matches(self) -> bool:
+        """Whether the workers serve this model, as far as is known."""
+        return self._mismatch is None
 
     def send(self, message: token_pb2.SessionRequest) -> None:
         """Queues a message that needs no credit."""
@@ -122,7 +140,13 @@ class SessionCall:
         """
         try:
             async with asyncio.timeout(self._options.welcome_s):
-                await self.call.write(codec.to_hello(instance_id, self._options.tokenizer_digest))
+                await self.call.write(
+                    codec.to_hello(
+                        instance_id,
+                        self._options.tokenizer_digest,
+                        wants_load=self._options.wants_load,
+                    )
+                )
                 self._take_welcome(await self.call.read())
             on_welcome(self)
             await on_serving(self.serving)
@@ -215,6 +239,8 @@ class SessionCall:
                 self._take_limits(message.limits)
             case "readiness":
                 self._scheduler_serves = message.readiness.serving
+            case "load":
+                self._on_load(codec.load_from_proto(message.load))
             case other:
                 raise ValueError(f"unexpected {other or 'empty message'}")
 
@@ -247,8 +273,9 @@ class SessionCall:
             done += count
         for end in batch.ends:
             stream = self.streams.pop(end.stream_id, None)
-            if stream is not None:
-                _end_stream(stream, end)
+            if stream is None or (end.status.code and self._passed_on(stream, end.status.code)):
+                continue
+            _end_stream(stream, end)
         if batch.credits:
             self.credits += batch.credits
             self._work.set()

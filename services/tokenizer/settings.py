@@ -20,6 +20,12 @@ _LATER = MappingProxyType(
     }
 )
 
+
+def _are_targets(addresses: tuple[str, ...]) -> bool:
+    distinct = len(set(addresses)) == len(addresses)
+    return bool(addresses) and distinct and all(is_target(address) for address in addresses)
+
+
 _LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -33,11 +39,11 @@ class TokenizerSettings:
     listen: tuple[str, ...] = setting(
         help="addresses to serve on, host:port or unix:///path", default=("127.0.0.1:50051",)
     )
-    scheduler: str = setting(
-        help="scheduler to send requests to, host:port or unix:///path",
-        default="127.0.0.1:50052",
-        check=is_target,
-        rule=TARGET_RULE,
+    scheduler: tuple[str, ...] = setting(
+        help="schedulers to send requests to, host:port or unix:///path",
+        default=("127.0.0.1:50052",),
+        check=_are_targets,
+        rule=f"{TARGET_RULE}; several stand with commas between them, each once",
     )
     served_model_name: str | None = setting(
         help="name clients use for the model; default: its own", default=None

@@ -63,6 +63,8 @@ class TokenStream:
         self._news = asyncio.Event()
         self._deadline: float | None = None
         self.stream_id: int | None = None
+        self.was_refused = False
+        """A scheduler refused it, and it was offered to another one."""
 
     # What the handler calls.
 
@@ -122,6 +124,26 @@ class TokenStream:
         self._tokens_at_submit = len(self._tokens)
         self.stream_id = stream_id
         return work
+
+    @property
+    def work(self) -> TokenWork:
+        """The request as the handler wants it."""
+        return self._work
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the answer so far, resumed ones included."""
+        return len(self._tokens)
+
+    @property
+    def can_move(self) -> bool:
+        """Whether another scheduler may go on with it: more tokens are wanted."""
+        return not (self.is_over or self._closed or self._kept is not None)
+
+    def move_to(self, owner: StreamOwner) -> None:
+        """Another link carries it from now on, and submits it anew."""
+        self._owner = owner
+        self.stream_id = None
 
     def push(self, ids: Sequence[int]) -> None:
         """Takes new tokens; none after `finish`."""

@@ -60,7 +60,8 @@ def test_clients_of_the_scheduler_dial_the_port_it_listens_on() -> None:
 
     (listen,) = settings("scheduler").listen
     port = listen.rpartition(":")[2]
-    assert settings("worker").scheduler == settings("tokenizer").scheduler == f"scheduler:{port}"
+    assert settings("worker").scheduler == f"scheduler:{port}"
+    assert settings("tokenizer").scheduler == (f"scheduler:{port}",)
 
 
 @pytest.mark.parametrize("service", SERVICES)

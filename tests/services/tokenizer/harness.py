@@ -15,6 +15,7 @@ from services.chassis.server import GrpcServer
 from services.tokenizer.domain import Sampling, SamplingDefaults, Scheduling, TokenWork
 from services.tokenizer.encoding import Encoding
 from services.tokenizer.encoding_pool import EncodingPool
+from services.tokenizer.routing import Router
 from services.tokenizer.servicer import TextServicer
 from services.tokenizer.session import LinkCounts, SchedulerLink
 from services.tokenizer.session_call import LinkOptions
@@ -73,6 +74,18 @@ async def running_link(options: LinkOptions) -> AsyncIterator[SchedulerLink]:
             link.stop()
 
 
+@asynccontextmanager
+async def running_router(*options: LinkOptions) -> AsyncIterator[Router]:
+    """Links with all these schedulers; they say goodbye at the end."""
+    router = Router(options, _ignore)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(router.run())
+        try:
+            yield router
+        finally:
+            router.stop()
+
+
 async def _ignore(_connected: bool) -> None:
     return
 
@@ -82,7 +95,7 @@ class TextService:
     """A running service, its scheduler, and a client."""
 
     scheduler: FakeScheduler
-    link: SchedulerLink
+    link: Router
     servicer: TextServicer
     server: GrpcServer
     stub: Any
@@ -114,7 +127,7 @@ async def text_service(
     async with AsyncExitStack() as stack:
         stack.push_async_callback(_end, scheduler)
         link = await stack.enter_async_context(
-            running_link(link_options(scheduler.address, **options))
+            running_router(link_options(scheduler.address, **options))
         )
         stack.callback(pool.close)
         stack.push_async_callback(server.stop)

@@ -78,7 +78,7 @@ def settings(folder: Path, sockets: Path, **kwargs: Any) -> TokenizerSettings:
     made = TokenizerSettings(
         model=str(folder),
         listen=(f"unix://{sockets}/text.sock",),
-        scheduler=f"unix://{sockets}/scheduler.sock",
+        scheduler=(f"unix://{sockets}/scheduler.sock",),
     )
     return replace(made, **kwargs)
 

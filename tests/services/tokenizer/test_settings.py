@@ -8,7 +8,7 @@ def test_defaults() -> None:
     assert read_settings(["--model", "m"], {}) == TokenizerSettings(
         model="m",
         listen=("127.0.0.1:50051",),
-        scheduler="127.0.0.1:50052",
+        scheduler=("127.0.0.1:50052",),
         served_model_name=None,
         drain_timeout=30.0,
         log_level="info",
@@ -16,7 +16,11 @@ def test_defaults() -> None:
 
 
 def test_flags_and_variables() -> None:
-    env = {"QUIRE_MODEL": "m", "QUIRE_SCHEDULER": "unix:///s.sock", "QUIRE_LOG_LEVEL": "debug"}
+    env = {
+        "QUIRE_MODEL": "m",
+        "QUIRE_SCHEDULER": "unix:///s.sock, 127.0.0.1:9",
+        "QUIRE_LOG_LEVEL": "debug",
+    }
     read = read_settings(
         [
             "--listen=127.0.0.1:1,unix:///t.sock",
@@ -29,7 +33,7 @@ def test_flags_and_variables() -> None:
     assert read == TokenizerSettings(
         model="m",
         listen=("127.0.0.1:1", "unix:///t.sock"),
-        scheduler="unix:///s.sock",
+        scheduler=("unix:///s.sock", "127.0.0.1:9"),
         served_model_name="n",
         drain_timeout=0.0,
         log_level="error",
@@ -41,6 +45,12 @@ def test_flags_and_variables() -> None:
     [
         ([], "--model is required"),
         (["--model=m", "--drain-timeout=-1"], "--drain-timeout must be >= 0, got -1"),
+        (
+            ["--model=m", "--scheduler=a:1,b"],
+            "--scheduler must be host:port with a port .*, got a:1,b",
+        ),
+        (["--model=m", "--scheduler=a:1,a:1"], "with commas between them, each once, got a:1,a:1"),
+        (["--model=m", "--scheduler=,"], "--scheduler must be host:port"),
         (["--model=m", "--log-level=loud"], "--log-level must be one of debug, info"),
         (["--model=m", "--trust-remote-code"], r"--trust-remote-code \(code from the model's"),
         (["--model=m", "--tensor-parallel-size=2"], "is not available in this version"),
