@@ -72,6 +72,17 @@ class KVCache(Protocol):
         """Blocks that may be named in block tables and slots."""
         ...
 
+    def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
+        """Makes whole blocks equal to others, in all layers. Call it before the step's `write_kv`.
+
+        Tokens behind the first ones of a copy may be written as in any block.
+
+        Args:
+            sources: int64 [copies], blocks whose first token was written.
+            targets: int64 [copies], all different, none of them among `sources`.
+        """
+        ...
+
 
 class KernelSet(Protocol):
     """The operations of a decoder whose speed depends on the device."""

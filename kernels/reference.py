@@ -46,6 +46,11 @@ class ReferenceKVCache:
     def _layers(self) -> range:
         return range(self.spec.num_layers)
 
+    def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
+        """See KVCache."""
+        for table in (*self.keys, *self.values):
+            table.index_copy_(1, targets, table.index_select(1, sources))
+
     def plan(self, batch: AttentionBatch, layer: int, window: int | None) -> StepPlan:
         """The plan of the step, made when its first layer asks and kept for the others."""
         if layer == 0 or self._planned_batch is not batch:

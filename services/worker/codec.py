@@ -118,6 +118,13 @@ def _from_step(step: worker_pb2.Step) -> StepPlan:
             f"step {step.step_id}: num_new_blocks adds up to {appended}, "
             f"new_block_ids has {len(new_block_ids)}"
         )
+    copied_from = _column("copied_from", step.copied_from)
+    copied_to = _column("copied_to", step.copied_to)
+    if len(copied_from) != len(copied_to):
+        raise LinkProtocolError(
+            f"step {step.step_id}: copied_from has {len(copied_from)} blocks, "
+            f"copied_to {len(copied_to)}; they must be equal"
+        )
     return StepPlan(
         epoch=step.epoch,
         step_id=step.step_id,
@@ -130,6 +137,8 @@ def _from_step(step: worker_pb2.Step) -> StepPlan:
         block_table_digest=(
             step.block_table_digest if step.HasField("block_table_digest") else None
         ),
+        copied_from=copied_from,
+        copied_to=copied_to,
     )
 
 

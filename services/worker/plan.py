@@ -3,7 +3,7 @@
 Every value is frozen and complete. Knows neither protobuf nor torch.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -103,7 +103,7 @@ class NewRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """One batch to execute. Applied in this order: released slots, new rows, blocks, forward."""
+    """One batch. Applied in this order: released slots, new rows, blocks, copies, forward."""
 
     epoch: int
     step_id: int
@@ -120,6 +120,10 @@ class StepPlan:
     """[sum of num_new_blocks], rows back to back."""
     block_table_digest: int | None
     """Digest of all block tables after the appends, where the attachment asks for it."""
+    copied_from: Column = field(default_factory=lambda: np.zeros(0, np.int64))
+    """[copies], blocks to copy before the forward."""
+    copied_to: Column = field(default_factory=lambda: np.zeros(0, np.int64))
+    """[copies], where to; all different, none of them copied from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

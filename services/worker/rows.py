@@ -84,6 +84,8 @@ class RequestRows:
             self._check_planned(plan)
         if plan.new_block_ids.size:
             self._append_blocks(plan)
+        if plan.copied_to.size:
+            self._check_copies(plan)
         if self._attachment.check_block_tables:
             self._check_digest(plan.block_table_digest)
         self._check_tokens(plan)
@@ -192,6 +194,20 @@ class RequestRows:
         offsets = np.arange(len(ids)) + np.repeat(held - starts, counts)
         self.block_table[np.repeat(slots, counts), offsets] = ids
         self.num_blocks[slots] = held + counts
+
+    def _check_copies(self, plan: StepPlan) -> None:
+        for field, blocks in (("copied_from", plan.copied_from), ("copied_to", plan.copied_to)):
+            highest = int(blocks.max())
+            if highest >= self._limits.num_blocks:
+                raise LinkProtocolError(
+                    f"{field}: {highest}, block ids are below {self._limits.num_blocks}"
+                )
+        targets, counts = np.unique(plan.copied_to, return_counts=True)
+        if (counts > 1).any():
+            raise LinkProtocolError(f"copied_to: block {targets[counts > 1][0]} appears twice")
+        both = np.isin(targets, plan.copied_from)
+        if both.any():
+            raise LinkProtocolError(f"copied_to: block {targets[both][0]} is in copied_from too")
 
     def _check_slots(self, field: str, slots: Column, *, limit: int) -> None:
         """At most `limit`, all in range, none twice."""

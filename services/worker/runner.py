@@ -1,4 +1,4 @@
-"""Executes one step: rows, batch, forward, sample, rows again.
+"""Executes one step: rows, copies of blocks, batch, forward, sample, rows again.
 
 Owns the order of these stages for one attachment. Decides nothing but the sampled tokens. Runs on
 the model thread only.
@@ -46,6 +46,8 @@ class Runner:
             Exception: what the forward raised, e.g. out of memory; the rows are unusable after it.
         """
         self._rows.apply(plan)
+        if plan.copied_to.size:
+            self._copy_blocks(plan)
         batch = gather(self._rows, plan, self._device)
         if batch is None:
             return self._result(plan, np.zeros(0, np.int64), np.zeros(0, np.int64))
@@ -62,6 +64,18 @@ class Runner:
             good, tokens = good[ok], tokens[ok]
         self._rows.append_tokens(plan.slots[good], tokens)
         return self._result(plan, good, tokens)
+
+    def _copy_blocks(self, plan: StepPlan) -> None:
+        sources, targets = (
+            torch.from_numpy(blocks).to(self._device)
+            for blocks in (plan.copied_from, plan.copied_to)
+        )
+        try:
+            with torch.inference_mode():
+                self._cache.copy_blocks(sources, targets)
+        except Exception as error:
+            self._check_device(error)
+            raise
 
     def _compute(self, batch: StepBatch) -> tuple[Column, npt.NDArray[np.bool_]]:
         """Forward and sample: token ids int64 [samples], and which count, bool [samples]."""

@@ -94,6 +94,7 @@ class KvWorker:
             self._rows[slot].blocks += ids
         self._copy(plan)
         self._check_digest(plan)
+        self._copy(plan)
         counts, tokens, failures = [], [], []
         for slot, chunk in zip(plan.slots.tolist(), plan.num_tokens.tolist(), strict=True):
             token = self._compute(self._rows[slot], chunk)
@@ -125,6 +126,17 @@ class KvWorker:
                 self._kv.pop((target, place), None)
                 if history is not None:
                     self._kv[target, place] = history
+
+    def _copy(self, plan: StepPlan) -> None:
+        sources, targets = plan.copied_from.tolist(), plan.copied_to.tolist()
+        assert len(set(targets)) == len(targets) == len(sources)
+        assert not set(targets) & set(sources)
+        assert set(targets) <= set(plan.new_block_ids.tolist()), "a copy over a block in use"
+        for source, target in zip(sources, targets, strict=True):
+            for offset in range(self.spec.block_size):
+                self._kv.pop((target, offset), None)
+                if (source, offset) in self._kv:
+                    self._kv[target, offset] = self._kv[source, offset]
 
     def _compute(self, row: _Row, chunk: int) -> int | None:
         size = self.spec.block_size

@@ -49,8 +49,9 @@ def step(
     new: Sequence[worker_pb2.NewRequest] = (),
     released: Sequence[int] = (),
     digest: int | None = None,
+    copies: Sequence[tuple[int, int]] = (),
 ) -> worker_pb2.Step:
-    """A step; each row is (slot, tokens to compute, block ids appended)."""
+    """A step; each row is (slot, tokens to compute, block ids appended), each copy (from, to)."""
     return worker_pb2.Step(
         epoch=epoch,
         step_id=step_id,
@@ -61,6 +62,8 @@ def step(
         num_new_blocks=u32([len(blocks) for _, _, blocks in rows]),
         new_block_ids=u32([block for _, _, blocks in rows for block in blocks]),
         block_table_digest=digest,
+        copied_from=u32([source for source, _ in copies]),
+        copied_to=u32([target for _, target in copies]),
     )
 
 

@@ -1,3 +1,4 @@
+import dataclasses
 import math
 
 import pytest
@@ -140,6 +141,27 @@ def test_one_cache_serves_calls_in_and_outside_of_inference_mode():
     with torch.inference_mode():
         inside = attend(kernels, cache, batch, query, 0)
     assert torch.equal(attend(kernels, cache, batch, query, 0), inside)
+
+
+def test_a_copied_block_is_the_other_one():
+    """The copies take the places of their sources in the block tables, and nothing changes."""
+    kernels = ReferenceKernels()
+    sequences = random_sequences([(9, 1), (14, 3)], 4, 2, 16)
+    cache, batch = paged(kernels, sequences, spec((4, 2, 16)))
+    query = torch.cat(sequences.queries)
+    before = [attend(kernels, cache, batch, query, layer) for layer in range(2)]
+    used = batch.block_tables.flatten().tolist()
+    spare = [block for block in range(cache.num_blocks) if block not in used]
+    sources = batch.block_tables[:, :2].flatten().long()
+    targets = torch.tensor(spare[: len(sources)])
+    cache.copy_blocks(sources, targets)
+    assert [attend(kernels, cache, batch, query, layer).tolist() for layer in range(2)] == [
+        out.tolist() for out in before
+    ], "the sources are as they were"
+    copied = dataclasses.replace(batch, block_tables=batch.block_tables.clone())
+    copied.block_tables[:, :2] = targets.view(2, 2)
+    for layer in range(2):
+        assert torch.equal(attend(kernels, cache, copied, query, layer), before[layer])
 
 
 def test_rms_norm():

@@ -79,8 +79,11 @@ def test_step_columns_and_new_requests():
             ],
             rows=[(1, 1, [15, 3]), (0, 4, [])],
             digest=2**64 - 1,
+            copies=[(4, 15), (4, 3)],
         )
     )
+    assert plan.copied_from.tolist() == [4, 4]
+    assert plan.copied_to.tolist() == [15, 3]
     assert (plan.epoch, plan.step_id, plan.block_table_digest) == (3, 9, 2**64 - 1)
     assert plan.released_slots.tolist() == [5]
     assert plan.slots.tolist() == [1, 0]
@@ -96,6 +99,7 @@ def test_step_columns_and_new_requests():
 def test_a_step_without_rows_and_without_digest():
     plan = decoded(step(step_id=1, released=[0]))
     assert plan.slots.size == plan.num_tokens.size == plan.new_block_ids.size == 0
+    assert plan.copied_from.size == plan.copied_to.size == 0
     assert plan.block_table_digest is None
 
 
@@ -124,6 +128,12 @@ def test_a_digest_of_zero_is_a_digest():
                 "new_block_ids": u32([4]),
             },
             "num_new_blocks adds up to 2, new_block_ids has 1",
+        ),
+        ({"copied_from": b"\1\1"}, "copied_from: 2 bytes"),
+        ({"copied_to": b"\1\1"}, "copied_to: 2 bytes"),
+        (
+            {"copied_from": u32([1, 2]), "copied_to": u32([3])},
+            "copied_from has 2 blocks, copied_to 1; they must be equal",
         ),
         (
             {"new_requests": [worker_pb2.NewRequest(slot=1, token_ids=b"\1\2\3")]},

@@ -33,8 +33,8 @@ def new_row(slot, tokens, **fields):
     return NewRow(slot=slot, token_ids=np.array(tokens, np.uint32), **(defaults | fields))
 
 
-def plan(step_id, *, rows=(), new=(), released=(), epoch=7, digest=None):
-    """Each row is (slot, tokens to compute, block ids appended)."""
+def plan(step_id, *, rows=(), new=(), released=(), epoch=7, digest=None, copies=()):
+    """Each row is (slot, tokens to compute, block ids appended); each copy (from, to)."""
     return StepPlan(
         epoch=epoch,
         step_id=step_id,
@@ -45,6 +45,8 @@ def plan(step_id, *, rows=(), new=(), released=(), epoch=7, digest=None):
         num_new_blocks=np.array([len(blocks) for _, _, blocks in rows], np.int64),
         new_block_ids=np.array([b for _, _, blocks in rows for b in blocks], np.int64),
         block_table_digest=digest,
+        copied_from=np.array([source for source, _ in copies], np.int64),
+        copied_to=np.array([target for _, target in copies], np.int64),
     )
 
 
@@ -162,6 +164,22 @@ VIOLATIONS = {
     "block out of range": (
         plan(2, rows=[(2, 1, [16])]),
         "new_block_ids: 16, block ids are below 16",
+    ),
+    "copy from out of range": (
+        plan(2, rows=[(2, 1, [])], copies=[(16, 4)]),
+        "copied_from: 16, block ids are below 16",
+    ),
+    "copy to out of range": (
+        plan(2, rows=[(2, 1, [])], copies=[(4, 5), (4, 16)]),
+        "copied_to: 16, block ids are below 16",
+    ),
+    "copied over twice": (
+        plan(2, rows=[(2, 1, [])], copies=[(3, 5), (4, 5)]),
+        "copied_to: block 5 appears twice",
+    ),
+    "copied from what is copied over": (
+        plan(2, rows=[(2, 1, [])], copies=[(3, 5), (5, 6)]),
+        "copied_to: block 5 is in copied_from too",
     ),
     "more blocks than a row holds": (
         plan(2, new=[new_row(1, [1])], rows=[(1, 1, [4]), (2, 1, [4, 5])]),

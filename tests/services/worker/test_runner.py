@@ -44,6 +44,7 @@ class Schedule:
         self.step_id = 0
         self.free_blocks = list(range(limits.num_blocks))
         self.released: list[int] = []
+        self.copies: list[tuple[int, int]] = []
 
     def release(self, request):
         """Ends or preempts a request."""
@@ -65,6 +66,7 @@ class Schedule:
             appended.append(request.blocks[held:])
         self.step_id += 1
         released, self.released = self.released, []
+        copies, self.copies = self.copies, []
         return StepPlan(
             epoch=self.epoch,
             step_id=self.step_id,
@@ -75,6 +77,8 @@ class Schedule:
             num_new_blocks=np.array([len(blocks) for blocks in appended], np.int64),
             new_block_ids=np.array([b for blocks in appended for b in blocks], np.int64),
             block_table_digest=None,
+            copied_from=np.array([source for source, _ in copies], np.int64),
+            copied_to=np.array([target for _, target in copies], np.int64),
         )
 
     def step(self, *chunks, slots=None):
@@ -183,6 +187,23 @@ def test_a_found_prefix_is_not_computed_again(bench, limits, alone):
     schedule.step((first, 13), slots={id(first): 0})
     second.blocks, second.computed = first.blocks[:2], 8
     schedule.step((first, 1), (second, 7), slots={id(second): 1})
+    for _ in range(5):
+        schedule.step((first, 1), (second, 1))
+    assert first.output == alone(shared + prompt(6, 3), GREEDY, 7)
+    assert second.output == alone(shared + prompt(7, 5), GREEDY, 6)
+
+
+def test_the_equal_beginning_of_a_block_is_not_computed_again(bench, limits, alone):
+    """The second request gets a copy of the first one's second block, of which it uses a part."""
+    schedule = Schedule(bench.runner(), limits)
+    shared = prompt(5, 6)
+    first = Request(shared + prompt(6, 3), GREEDY)
+    second = Request(shared + prompt(7, 5), GREEDY)
+    schedule.step((first, 9), slots={id(first): 0})
+    own = schedule.free_blocks.pop()
+    second.blocks, second.computed = [first.blocks[0], own], 6
+    schedule.copies = [(first.blocks[1], own)]
+    schedule.step((first, 1), (second, 5), slots={id(second): 1})
     for _ in range(5):
         schedule.step((first, 1), (second, 1))
     assert first.output == alone(shared + prompt(6, 3), GREEDY, 7)
