@@ -17,6 +17,16 @@ COMMAND = Group(
             target="benchmarks.stalled_reader:COMMAND",
         ),
         Entry(
+            name="tenants",
+            help="what a tenant that floods the service costs another one",
+            target="benchmarks.tenants:COMMAND",
+        ),
+        Entry(
+            name="long-prompts",
+            help="what long prompts cost streams that run",
+            target="benchmarks.long_prompts:COMMAND",
+        ),
+        Entry(
             name="scheduler",
             help="cost of a step in the scheduler core",
             target="benchmarks.scheduler:COMMAND",
