@@ -11,7 +11,6 @@ until some steps after the last prompt was admitted and until all have been abor
 
 import asyncio
 import contextlib
-import gc
 import statistics
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -22,6 +21,7 @@ import uvloop
 from rich.table import Table
 
 from quire.v1 import generation_pb2, token_pb2
+from services.chassis.process import settle_memory
 from services.chassis.unknown_fields import refuse_unknown_fields
 from services.scheduler import codec, worker_codec
 from services.scheduler.admittance import admit
@@ -270,8 +270,7 @@ def _cost(case: str, trials: Sequence[tuple[float, float]]) -> LongPromptCost:
 
 def long_prompt_costs(trials: int) -> list[LongPromptCost]:
     """Measures every case `trials` times."""
-    gc.collect()
-    gc.freeze()  # as services do once they run
+    settle_memory()  # as services do once they run
     return uvloop.run(_measure(trials))
 
 
