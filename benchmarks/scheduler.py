@@ -197,13 +197,12 @@ class SchedulerBench:
         if blocks:
             Console().print(block_table(blocks))
         if args.json:
-            parts = {
-                "decode": costs,
-                "hash": hashes,
-                "long_prompt": long_prompts,
-                "blocks": blocks,
+            figures = {
+                "decode": [asdict(cost) for cost in costs],
+                "hash": [asdict(cost) for cost in hashes],
+                "long_prompt": [asdict(cost) for cost in long_prompts],
+                "blocks": [asdict(cost) for cost in blocks],
             }
-            figures = {name: [asdict(cost) for cost in part] for name, part in parts.items()}
             args.json.write_text(json.dumps(figures, indent=1))
         return 0
 

@@ -157,29 +157,27 @@ class TimeWheel:
     1987), with O(1) instead of O(log n).
 
     Reuse classes, by hits since the block was cached: none (1 slot ahead), one, some, and `OFTEN`
-    or pinned, which get 1/16, 1/8 and 1/4 of the wheel.
+    or pinned, which get 1/16, 1/8 and 1/4 of the wheel, or 2, 3 and 4 slots where that is less. On
+    a small wheel the farthest slot is the one behind the cursor; one slot is one queue.
 
     Args:
         num_blocks: ids are below this.
-        num_slots: of the wheel; >= MIN_SLOTS.
+        num_slots: of the wheel; >= 1.
         reuse: read when a block comes in.
     """
 
-    MIN_SLOTS = 5
-
     def __init__(self, num_blocks: int, num_slots: int, reuse: ReuseCounts) -> None:
-        if num_slots < self.MIN_SLOTS:
-            raise ValueError(f"time_wheel_slots: {num_slots}, must be >= {self.MIN_SLOTS}")
         self._place: IntArray = np.full(num_blocks, _OUTSIDE, np.int64)
         self._slots = [
             LruQueue(num_blocks, self._place, slot << _SLOT_BITS) for slot in range(num_slots)
         ]
         self._reuse = reuse
-        horizons = (1, max(2, num_slots // 16), max(3, num_slots // 8), max(4, num_slots // 4))
+        wanted = (1, max(2, num_slots // 16), max(3, num_slots // 8), max(4, num_slots // 4))
+        horizons = [min(horizon, num_slots - 1) for horizon in wanted]
         self._horizon: IntArray = np.array(
             [horizons[0], horizons[1], *([horizons[2]] * (OFTEN - 2)), horizons[3]], np.int64
         )
-        self._horizons = horizons
+        self._horizons = sorted(set(horizons))
         self._cursor = 0
         self._size = 0
 

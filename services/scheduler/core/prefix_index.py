@@ -250,7 +250,7 @@ class PrefixIndex:
         at = (lanes.view("<u4")[1::2] == tags).nonzero()[0]
         found = None
         if at.size:
-            held = (lanes.take(at) & _BLOCK_PART).view(np.int64)
+            held: IntArray = (lanes.take(at) & _BLOCK_PART).view(np.int64)
             known = self._digests.take(held, axis=0)
             if at.size == count and known.tobytes() == digests:
                 # Equal bytes mean that each candidate stands at the place of its query.
