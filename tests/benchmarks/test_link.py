@@ -21,9 +21,21 @@ def test_the_scheduler_benchmark_reports_the_cost_per_row(tmp_path: Path) -> Non
     out = tmp_path / "scheduler.json"
     assert (
         COMMAND.run(
-            "quire bench", ["scheduler", "--rows", "8", "--steps", "40", "--json", str(out)]
+            "quire bench",
+            [
+                *("scheduler", "--rows", "8", "--steps", "40", "--long-prompts", "1"),
+                *("--json", str(out)),
+            ],
         )
         == 0
     )
-    for cost in json.loads(out.read_text())["decode"]:
+    figures = json.loads(out.read_text())
+    for cost in figures["decode"]:
         assert cost["us_per_row"] == cost["us_per_step"] / 8 > 0
+    assert [cost["hash"] for cost in figures["hash"]] == ["sha256", "blake2b"]
+    assert all(cost["ns_per_block"] > 0 for cost in figures["hash"])
+    cases = [cost["case"] for cost in figures["long_prompt"]]
+    assert cases == ["one new prompt", "8 new prompts", "one cached prompt"]
+    for cost in figures["long_prompt"]:
+        assert cost["more_ms"] == cost["more_ms_most"]  # of one trial
+        assert cost["ms_with"] > 0 < cost["ms_without"]
