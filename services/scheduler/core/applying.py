@@ -100,12 +100,12 @@ class Application:
         events = self._apply()
         if not self._faulty:
             return events
-        self._counters.isolated_faults += len(self._faulty)
         faults = [
             replace(self._end(request, EndReason.FAULT), message=message)
             for request, message in self._faulty
             if request.status is not Status.ENDED
         ]
+        self._counters.isolated_faults += len(faults)
         return replace(events, ended=(*events.ended, *faults))
 
     def _apply(self) -> Events:

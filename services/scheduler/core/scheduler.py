@@ -126,9 +126,7 @@ class Scheduler:
         self._waiting.push(request)
         if spec.deadline is not None:
             self._timers.set(spec.deadline, Alarm.DEADLINE, request)
-        if spec.shed_late and request.ttft_target_us is not None and not request.output:
-            latest = now + request.ttft_target_us - self._service_us(spec)
-            self._timers.set(max(now + 1, latest), Alarm.SHED, request)
+        self._watch_target(request)
         if self._limits is None:
             self._homeless[spec.handle] = now
         else:
@@ -559,7 +557,7 @@ class Scheduler:
         if met is not None:
             self._waiting.judged(request, met=met)
         late = reason in (EndReason.DEADLINE, EndReason.SHED) and request.first_token is None
-        if late and request.ttft_target_us is not None:
+        if late and request.ttft_target_us is not None and not request.spec.resumed.size:
             self._waiting.first_token(request, met=False)
 
     def _first_token(self, request: Request) -> None:
@@ -572,14 +570,28 @@ class Scheduler:
         """What an alarm of a live request comes to."""
         if alarm is Alarm.DEADLINE:
             return [self._end(request, EndReason.DEADLINE)]
-        assert request.ttft_target_us is not None
-        latest = request.arrived + request.ttft_target_us
-        if request.first_token is not None:
+        if request.first_token is not None or request.ttft_target_us is None:
             return []
-        if request.status is Status.RUNNING and latest > self._now:
-            self._timers.set(latest, Alarm.SHED, request)
+        if self._latest_start(request) > self._now:
+            self._watch_target(request)
             return []
         return [self._end(request, EndReason.SHED)]
+
+    def _watch_target(self, request: Request) -> None:
+        """Sets the alarm of a request that is to be shed once it cannot meet its TTFT target."""
+        spec = request.spec
+        has_begun = request.first_token is not None or spec.resumed.size
+        if spec.shed_late and request.ttft_target_us is not None and not has_begun:
+            instant = max(self._now + 1, self._latest_start(request))
+            self._timers.set(instant, Alarm.SHED, request)
+
+    def _latest_start(self, request: Request) -> int:
+        """When it is too late for its TTFT target unless its first token is there."""
+        assert request.ttft_target_us is not None
+        latest = request.arrived + request.ttft_target_us
+        return (
+            latest if request.status is Status.RUNNING else latest - self._service_us(request.spec)
+        )
 
     def _end_faulty(self, faulty: list[tuple[Request, str]]) -> None:
         for request, message in faulty:
@@ -639,9 +651,11 @@ class Scheduler:
         self._waiting.configure(self._config)
         for request in sorted(self._by_handle.values(), key=lambda one: one.arrival):
             self._waiting.join(request)
-            if request.spec.ttft_target_us is None:
-                request.ttft_target_us = self._config.classes[request.rank].ttft_target_us
+            target = self._config.classes[request.rank].ttft_target_us
+            if request.spec.ttft_target_us is None and target != request.ttft_target_us:
+                request.ttft_target_us = target
                 self._waiting.order(request)
+                self._watch_target(request)
             if request.status is Status.WAITING:
                 self._waiting.push(request)
             else:
