@@ -26,7 +26,7 @@ from services.scheduler.core.plan import (
     WorkerSpec,
 )
 from services.scheduler.core.scheduler import Scheduler
-from services.scheduler.core.step_time import StepTimeModel
+from services.scheduler.core.step_time import StepShape
 from services.scheduler.hashing import SHA256
 from services.scheduler.journal_file import JournalFile
 from services.scheduler.journal_reader import (
@@ -36,6 +36,7 @@ from services.scheduler.journal_reader import (
     read_workers,
 )
 from services.scheduler.replay import Replay, hashing_of
+from services.scheduler.simulate.fit import Fit, fit_steps, fitted_model
 from services.scheduler.simulate.load import Arrival, OpenLoop, Prompts
 from services.scheduler.simulate.loop import Simulation
 from services.scheduler.simulate.report import Report
@@ -51,15 +52,15 @@ class RecordedLoad:
         requests: in the order in which they came.
         outputs: uint32 tokens of each, as far as they are known.
         workers: as announced.
-        model: of their step times.
-        steps: that the model was fitted to.
+        fit: of their step times.
+        model: the same, with the first worker's limits.
     """
 
     requests: list[RecordedRequest]
     outputs: list[TokenArray]
     workers: list[WorkerSpec]
+    fit: Fit
     model: StepModel
-    steps: int
 
 
 def recorded_load(path: Path) -> RecordedLoad:
@@ -68,15 +69,15 @@ def recorded_load(path: Path) -> RecordedLoad:
     Raises:
         OSError: it cannot be read.
         JournalError: it is no journal, damaged, or not replayed with the same decisions.
-        CommandError: no request, worker or step time is in it.
+        CommandError: no request, worker or too few step times are in it.
     """
     requests, workers = read_requests(path), read_workers(path)
     if not requests or not workers:
         raise CommandError(f"{path}: no request or no worker is in it")
-    model, shapes = StepTimeModel(), StepShapes()
+    shapes = StepShapes()
+    samples: list[tuple[StepShape, int]] = []
     outputs: list[list[int]] = []
     live: dict[int, list[int]] = {}
-    steps = 0
     with JournalFile(path) as file:
         veiled = codec.is_hash_only(file.header)
         for played in Replay(file).entries():
@@ -93,33 +94,21 @@ def recorded_load(path: Path) -> RecordedLoad:
             if played.step is not None:
                 shapes.planned(played.worker_id, played.step)
             if played.result is not None and not played.recorded.error:
-                model.observe(shapes.answered(played.worker_id), played.result.execute_us)
-                steps += bool(played.result.execute_us)
+                samples.append((shapes.answered(played.worker_id), played.result.execute_us))
             if played.events is not None and not veiled:
                 _collect(live, played.events)
-    times = model.coefficients
-    if times is None:
-        raise CommandError(f"{path}: {steps} step times are too few, or too alike, to learn from")
     if veiled:
         requests, outputs = _told_apart(requests)
-    first = workers[0]
+    try:
+        fit = fit_steps(samples)
+    except ValueError as error:
+        raise CommandError(f"{path}: a what-if {error}") from error
     return RecordedLoad(
         requests=requests,
         outputs=[np.array(output, np.uint32) for output in outputs],
         workers=workers,
-        model=StepModel(
-            name=path.name,
-            base_us=times.base_us,
-            per_token_us=times.per_token_us,
-            per_row_us=times.per_row_us,
-            per_context_us=times.per_context_us,
-            blocks=first.num_blocks,
-            block_size=first.block_size,
-            max_num_seqs=first.max_num_seqs,
-            max_num_batched_tokens=first.max_num_batched_tokens,
-            max_model_len=first.max_model_len,
-        ),
-        steps=steps,
+        fit=fit,
+        model=fitted_model(fit, workers[0], path.name, path.name),
     )
 
 

@@ -175,3 +175,24 @@ def test_wrong_values_are_told_together() -> None:
         "--tenant",
         "--tpot-target",
     ]
+
+
+def test_recording_is_off_unless_a_file_is_named() -> None:
+    assert settings().record is None
+    given = settings("--record=/x/y", "--record-hash-only")
+    assert (given.record, given.record_hash_only) == ("/x/y", True)
+
+
+@pytest.mark.parametrize(
+    ("flags", "rule"),
+    [
+        (["--record-hash-only"], "--record-hash-only needs --record FILE"),
+        (
+            ["--record=x", "--record-hash-only", "--partial-block-reuse"],
+            "--record-hash-only does not go with --partial-block-reuse, which compares token ids",
+        ),
+    ],
+)
+def test_what_cannot_be_recorded_is_told(flags: list[str], rule: str) -> None:
+    with pytest.raises(SettingsError, match=rule):
+        settings(*flags)
