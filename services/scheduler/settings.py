@@ -108,8 +108,12 @@ class Settings:
         help="seconds of waiting that make a request count as one class more important",
         default=30.0,
     )
-    max_queued_requests: int | None = _count(help="most requests waiting for their first admission")
-    max_queued_tokens: int | None = _count(help="most prompt tokens of those requests")
+    max_queued_requests: int | None = _count(
+        help="most requests waiting for their first admission", default=8192
+    )
+    max_queued_tokens: int | None = _count(
+        help="most prompt tokens of those requests", default=16_777_216
+    )
     eviction_policy: str = setting(
         help="which cached blocks are given up first: lru or time-wheel",
         default=Eviction.LRU.value,

@@ -69,8 +69,9 @@ def problem(*argv: str) -> str:
     return str(caught.value)
 
 
-def test_without_flags_the_core_decides_by_its_own_defaults() -> None:
-    assert settings().core_config() == Config()
+def test_without_flags_the_core_decides_by_its_own_defaults_with_a_bounded_queue() -> None:
+    bounded = Config(max_queued_requests=8192, max_queued_tokens=1 << 24)
+    assert settings().core_config() == bounded
 
 
 def test_every_flag_of_scheduling_reaches_the_core() -> None:
