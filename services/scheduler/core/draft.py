@@ -76,7 +76,10 @@ class Draft:
         )
 
     def copy(self, source: int, target: int) -> None:
-        """Has the worker copy a block before the forward."""
+        """Has the worker copy a block before the forward; the source is held, and let go by `seal`.
+
+        A block that is copied must not be copied over in the same step.
+        """
         self._copies.append((source, target))
 
     def drop(self, slot: int) -> None:
@@ -86,6 +89,8 @@ class Draft:
     def seal(self, config: Config, counters: Counters) -> StepPlan | None:
         """The step, or None where there is nothing to compute and nothing to release."""
         worker, rows = self._worker, self._worker.rows
+        for source, _ in self._copies:
+            worker.pool.release(np.array([source], np.int64))
         if not self._slots and not worker.released:
             return None
         slots, tokens, num_blocks, block_ids = self._columns()

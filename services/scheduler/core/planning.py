@@ -385,9 +385,6 @@ class Planner:
         chunk = min(total - computed, self._chunk_size, self._prefill_left)
         needed = -(-(computed + chunk) // size) - hits.size
         short = needed + prospect.idle_hits - pool.available
-        if prospect.partial is not None:
-            # Its source is held for a moment.
-            short += pool.unreferenced(np.array([prospect.partial[0]], np.int64))
         if short > 0 and pool.yield_pins(short) < short:
             return _Verdict.BLOCKED
         self._seat(request, prospect, chunk, needed)
@@ -434,6 +431,9 @@ class Planner:
         computed = hits.size * size + (partial[1] if partial else 0)
         ahead = -(-min(total + size, request.limit - 1) // size) - hits.size
         idle_hits = worker.pool.unreferenced(hits)
+        if partial is not None and ahead + idle_hits >= worker.pool.available:
+            # Its source is held while the step is made; that must not stand in the way.
+            partial, computed = None, hits.size * size
         return _Prospect(hits, partial, int(computed), int(ahead), idle_hits)
 
     def _partial_hit(self, request: Request, hits: int, total: int) -> tuple[int, int] | None:
@@ -449,11 +449,10 @@ class Planner:
         worker.pool.hold(hits)
         source = prospect.partial[0] if prospect.partial else None
         if source is not None:
-            # Held until its copy has a place, so that it is not given out in this very step.
+            # Held until the step is made, so that it is not given out in this very step.
             worker.pool.hold(np.array([source], np.int64))
         blocks = worker.pool.allocate(needed)
         if source is not None:
-            worker.pool.release(np.array([source], np.int64))
             self._draft.copy(source, int(blocks[0]))
             counters.partial_hit_tokens += computed - hits.size * size
         tokens = request.token_ids()
