@@ -16,6 +16,7 @@ from google.protobuf.message import Message
 from google.protobuf.proto import serialize_length_prefixed
 
 from services.scheduler import journal_codec as codec
+from services.scheduler.journal_digest import Answer
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +26,7 @@ _MAX_PENDING_BYTES = 64 << 20
 """Entries that wait for the disk before recording ends."""
 _ENTRY_BYTES = 128
 _CHUNK_BYTES = 1 << 20
+_CLOSE_BYTES = 256
 _CLOSE_WITHIN_S = 10.0
 
 
@@ -50,7 +52,9 @@ class Journal:
         self.is_open = True
         """Whether entries are still taken."""
         self._max_pending = max_pending_bytes
-        self._pending: deque[tuple[codec.Entry, bytes, int]] = deque()  # bounded in bytes, by `put`
+        self._pending: deque[tuple[codec.Entry, Answer, int]] = (
+            deque()
+        )  # bounded in bytes, by `put`
         # Each is written by one thread alone; their difference is what waits.
         self._bytes_put = self._bytes_taken = 0
         self._last_now = header.started
@@ -66,23 +70,23 @@ class Journal:
         self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
         self._thread.start()
 
-    def put(self, entry: codec.Entry, canonical: bytes, payload: int = 0) -> None:
+    def put(self, entry: codec.Entry, answer: Answer, payload: int = 0) -> None:
         """Takes an entry; it is in the file a moment later.
 
         Args:
-            entry: without the digest of its answer.
-            canonical: the answer.
+            entry: without the answer.
+            answer: of the core.
             payload: bytes of what the entry carries beyond some hundred and those of the answer.
         """
         if not self.is_open:
             return
-        size = _ENTRY_BYTES + 2 * len(canonical) + payload
+        size = _ENTRY_BYTES + 2 * len(answer.canonical) + payload
         if self._bytes_put - self._bytes_taken + size > self._max_pending:
             self.fail(f"the disk is too slow: {self._max_pending} bytes wait to be written")
             return
         self._bytes_put += size
         self._last_now = entry.now
-        self._pending.append((entry, canonical, size))
+        self._pending.append((entry, answer, size))
 
     def fail(self, problem: str) -> None:
         """Ends the recording; the last entry says why."""
@@ -117,22 +121,31 @@ class Journal:
             batch: list[Message] = []
             size = 0
             while self._pending and size < _CHUNK_BYTES:
-                entry, canonical, entry_size = self._pending.popleft()
-                codec.seal(entry, canonical)
+                entry, answer, entry_size = self._pending.popleft()
+                codec.seal(entry, answer)
                 batch.append(entry)
                 size += entry_size
             self._write(batch)
             self._bytes_taken += size
 
     def _write(self, messages: list[Message]) -> None:
-        """Appends whole messages, or raises OSError."""
+        """Appends whole messages, or raises OSError and has noted how many are whole."""
         buffer = io.BytesIO()
+        ends = []
         for message in messages:
             serialize_length_prefixed(message, buffer)
+            ends.append(buffer.tell())
         data = buffer.getbuffer()
-        while data:
-            data = data[os.write(self._file, data) :]
-        self._whole += buffer.tell()
+        written = 0
+        try:
+            while written < len(data):
+                written += os.write(self._file, data[written:])
+        except OSError:
+            # What the last ones took is left to the entry that says why the file ends.
+            written -= _CLOSE_BYTES
+            raise
+        finally:
+            self._whole += max((end for end in ends if end <= written), default=0)
 
     def _cut(self, problem: str) -> None:
         """Ends the recording at its last whole entry, if the disk lets us say so."""

@@ -131,12 +131,9 @@ def _parse(kind: type[_M], stream: IO[bytes]) -> _M | None:
 # Entries
 
 
-def entry(now: int, answer: Answer, ended: Iterable[Ended] = ()) -> Entry:
-    """An entry without its input, and without the digest of the answer: see `seal`."""
+def entry(now: int, ended: Iterable[Ended] = ()) -> Entry:
+    """An entry without its input, and without the answer: see `seal`."""
     message = Entry(now=now)
-    if answer.canonical:
-        message.summary.extend(answer.summary)
-        message.error = answer.error
     for end in ended:
         message.ended.add(
             handle=end.handle, reason=end.reason.name, completion_tokens=end.completion_tokens
@@ -144,9 +141,12 @@ def entry(now: int, answer: Answer, ended: Iterable[Ended] = ()) -> Entry:
     return message
 
 
-def seal(message: Entry, canonical: bytes) -> None:
-    """Puts in the digest of the answer."""
-    message.decision = digest_of(canonical)
+def seal(message: Entry, answer: Answer) -> None:
+    """Puts in what the core answered."""
+    if answer.canonical:
+        message.decision = digest_of(answer.canonical)
+        message.summary.extend(answer.summary)
+        message.error = answer.error
 
 
 def decision_of(message: Entry) -> Decision:

@@ -17,11 +17,13 @@ from services.scheduler.core.plan import TokenArray, WorkerSpec
 
 
 class Veil:
-    """One mapping of ids for one vocabulary; unknown before the first worker came."""
+    """One mapping of ids for one vocabulary; until `learn`, all ids are the neutral one."""
 
     def __init__(self) -> None:
+        self._size = 0
         self._table = np.empty(0, np.uint32)
-        self._special = np.empty(0, np.bool_)
+        # By id, and one place more for all ids beyond the vocabulary.
+        self._special = np.zeros(1, np.bool_)
         self._free: list[int] = []
         self._key = secrets.token_bytes(32)
         self._kind: tuple[int, tuple[int, ...]] | None = None
@@ -34,52 +36,43 @@ class Veil:
         if kind == self._kind:
             return
         self._kind = kind
-        ends = {token for token in spec.eos_token_ids if token < spec.vocab_size}
-        self._special = np.zeros(spec.vocab_size, np.bool_)
-        self._special[sorted(ends)] = True
+        self._size = size = spec.vocab_size
+        ends = sorted({token for token in spec.eos_token_ids if token < size})
+        self._special = np.zeros(size + 1, np.bool_)
+        self._special[[*ends, size]] = True
         others = (~self._special).nonzero()[0].tolist()
         self.neutral = others[0] if others else 0
-        self._table = np.full(spec.vocab_size, self.neutral, np.uint32)
-        self._table[sorted(ends)] = sorted(ends)
+        self._table = np.full(size, self.neutral, np.uint32)
+        self._table[ends] = ends
         self._free = others[:0:-1]
 
     def stop_ids(self, ids: Iterable[int]) -> tuple[int, ...]:
         """What stands for the stop ids of a request, from now on for all."""
         veiled = []
         for token in ids:
-            if token >= self._table.size:
-                veiled.append(token)
-                continue
-            if not self._special[token]:
+            if token < self._size and not self._special[token]:
                 self._special[token] = True
                 # With every id of the vocabulary special there is no neutral one to tell apart.
                 self._table[token] = self._free.pop() if self._free else self.neutral
-            veiled.append(int(self._table[token]))
+            veiled.append(self._veiled(token))
         return tuple(veiled)
 
     def special(self, ids: TokenArray) -> tuple[list[int], list[int]]:
         """Places of the ids that are not neutral, and what stands for them."""
-        if not ids.size:
-            return [], []
-        if int(ids.max()) < self._table.size:
-            places = self._special[ids].nonzero()[0]
-            return places.tolist(), self._table[ids[places]].tolist()
-        inside = ids < self._table.size
-        known = np.where(inside, ids, 0)
-        marked = ~inside
-        if self._table.size:
-            marked |= self._special[known]
-        places = marked.nonzero()[0]
-        veiled = [
-            int(self._table[token]) if token < self._table.size else token
-            for token in ids[places].tolist()
-        ]
-        return places.tolist(), veiled
+        places = self._special.take(ids, mode="clip").nonzero()[0].tolist()
+        return places, [self._veiled(int(ids[place])) for place in places]
 
     def outside(self, ids: TokenArray) -> tuple[list[int], list[int]]:
         """Places of the ids beyond the vocabulary, and the ids."""
-        places = (ids >= max(self._table.size, 1)).nonzero()[0] if self._kind else np.empty(0, int)
+        if self._kind is None:
+            return [], []
+        places = (ids >= self._size).nonzero()[0]
         return places.tolist(), ids[places].tolist()
+
+    def _veiled(self, token: int) -> int:
+        if token < self._size:
+            return int(self._table[token])
+        return token if self._kind is not None else self.neutral
 
     def salt(self, salt: bytes) -> bytes:
         """Equal for equal salts of this recording, and says nothing of them."""

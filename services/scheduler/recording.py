@@ -75,7 +75,7 @@ class Recording:
 
 
 Fill = Callable[[codec.Entry], None]
-_Held = tuple[codec.Entry, bytes, AddRequest | None]
+_Held = tuple[codec.Entry, digest.Answer, AddRequest | None]
 
 
 class RecordingScheduler:
@@ -204,9 +204,9 @@ class RecordingScheduler:
         if self._journal.is_open:
             try:
                 answer = digest.of_step(step, veiled=self._veil is not None)
-                entry = codec.entry(now, answer)
+                entry = codec.entry(now)
                 entry.plan = worker_id
-                self._put(entry, answer.canonical)
+                self._put(entry, answer)
             except Exception as error:  # noqa: BLE001  # the recording ends, not the request
                 self._broken(error)
         return step
@@ -302,9 +302,9 @@ class RecordingScheduler:
         if not self._journal.is_open:
             return
         try:
-            entry = codec.entry(now, answer, ended)
+            entry = codec.entry(now, ended)
             fill(entry)
-            self._put(entry, answer.canonical)
+            self._put(entry, answer)
         except Exception as error:  # noqa: BLE001  # the recording ends, not the request
             self._broken(error)
 
@@ -314,30 +314,30 @@ class RecordingScheduler:
         if not self._journal.is_open:
             return
         try:
-            entry = codec.entry(now, answer, ended)
+            entry = codec.entry(now, ended)
             if self._held is None:
                 codec.fill_add(entry, spec, self._veil)
-                self._put(entry, answer.canonical, entry.ByteSize())
+                self._put(entry, answer, entry.ByteSize())
             else:
-                self._hold(entry, answer.canonical, spec)
+                self._hold(entry, answer, spec)
         except Exception as error:  # noqa: BLE001  # the recording ends, not the request
             self._broken(error)
 
-    def _put(self, entry: codec.Entry, canonical: bytes, payload: int = 0) -> None:
+    def _put(self, entry: codec.Entry, answer: digest.Answer, payload: int = 0) -> None:
         if self._digests:
             entry.block_hashes = b"".join(self._digests)
             payload += len(entry.block_hashes)
             self._digests.clear()
         if self._held is None:
-            self._journal.put(entry, canonical, payload)
+            self._journal.put(entry, answer, payload)
         else:
-            self._hold(entry, canonical, None)
+            self._hold(entry, answer, None)
 
-    def _hold(self, entry: codec.Entry, canonical: bytes, request: AddRequest | None) -> None:
+    def _hold(self, entry: codec.Entry, answer: digest.Answer, request: AddRequest | None) -> None:
         assert self._held is not None
-        self._held.append((entry, canonical, request))
+        self._held.append((entry, answer, request))
         prompt = 0 if request is None else request.prompt.nbytes
-        self._held_bytes += entry.ByteSize() + len(canonical) + prompt
+        self._held_bytes += entry.ByteSize() + len(answer.canonical) + prompt
         if self._held_bytes > _MAX_HELD_BYTES:
             self._journal.fail("too much came before the first worker")
             self._held = None
@@ -345,10 +345,10 @@ class RecordingScheduler:
     def _release(self) -> None:
         held, self._held = self._held, None
         try:
-            for entry, canonical, request in held or ():
+            for entry, answer, request in held or ():
                 if request is not None:
                     codec.fill_add(entry, request, self._veil)
-                self._journal.put(entry, canonical, entry.ByteSize())
+                self._journal.put(entry, answer, entry.ByteSize())
         except Exception as error:  # noqa: BLE001  # the recording ends, not the request
             self._broken(error)
 

@@ -16,7 +16,7 @@ from services.scheduler.core.config import Config, Eviction, Policy, PriorityCla
 from services.scheduler.core.plan import AddRequest, Sampling, StepResult, WorkerSpec
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.hashing import SHA256
-from services.scheduler.journal_digest import NOTHING
+from services.scheduler.journal_digest import NOTHING, Answer
 from services.scheduler.journal_file import JournalFile
 from services.scheduler.journal_values import from_json, to_json
 from services.scheduler.journal_veil import Veil
@@ -31,7 +31,7 @@ def entries(path: Path) -> tuple[list[codec.Entry], JournalFile]:
 
 
 def expire(now: int) -> codec.Entry:
-    entry = codec.entry(now, NOTHING)
+    entry = codec.entry(now)
     entry.expire.SetInParent()
     return entry
 
@@ -80,7 +80,7 @@ def same(one: object, other: object) -> bool:
     ],
 )
 def test_every_field_of_a_request_comes_back(given: dict[str, object]) -> None:
-    entry = codec.entry(1, NOTHING)
+    entry = codec.entry(1)
     codec.fill_add(entry, request(**given), None)
     assert same(codec.parse_add(entry.add), request(**given))
 
@@ -94,7 +94,7 @@ def test_every_field_of_a_result_comes_back(counts: list[int]) -> None:
         token_ids=np.arange(sum(counts), dtype=np.uint32) + 400,
         execute_us=123_456,
     )
-    entry = codec.entry(1, NOTHING)
+    entry = codec.entry(1)
     codec.fill_apply(entry, "w", result, None)
     assert same(codec.parse_apply(entry.apply), result)
 
@@ -145,7 +145,7 @@ def test_the_recording_core_has_what_the_core_has() -> None:
 def test_entries_come_back_in_order_and_the_end_is_told(tmp_path: Path) -> None:
     journal = open_journal(tmp_path / "j")
     for now in range(START, START + 1000):
-        journal.put(expire(now), b"")
+        journal.put(expire(now), NOTHING)
     journal.close()
     read, file = entries(tmp_path / "j")
     assert [entry.now for entry in read] == list(range(START, START + 1000))
@@ -167,7 +167,7 @@ def test_a_file_that_exists_is_kept(tmp_path: Path) -> None:
 def test_every_cut_is_noticed_and_what_is_whole_is_read(tmp_path: Path) -> None:
     journal = open_journal(tmp_path / "j")
     for now in range(START, START + 5):
-        journal.put(expire(now), b"something")
+        journal.put(expire(now), Answer(b"something"))
     journal.close()
     data = (tmp_path / "j").read_bytes()
     whole, _ = entries(tmp_path / "j")
@@ -202,7 +202,7 @@ def test_a_journal_of_a_later_version_is_refused(tmp_path: Path) -> None:
 def test_a_damaged_entry_is_told_from_a_cut(tmp_path: Path) -> None:
     journal = open_journal(tmp_path / "j")
     for now in range(START, START + 5):
-        journal.put(expire(now), b"something")
+        journal.put(expire(now), Answer(b"something"))
     journal.close()
     data = bytearray((tmp_path / "j").read_bytes())
     whole, _ = entries(tmp_path / "j")
@@ -236,8 +236,8 @@ def test_a_full_disk_ends_the_recording_and_not_the_serving(
     assert run.seen["stop"] > 20
     assert [record.message for record in caplog.records if "serving goes on" in record.message]
     read, file = entries(tmp_path / "j")
-    assert 10 < len(read) < 1500
-    assert not file.ended_well
+    assert 100 < len(read) < 1500
+    assert file.remark == "recording failed: File too large"
     assert (tmp_path / "j").stat().st_size <= full_disk
 
 
@@ -247,7 +247,7 @@ def test_a_slow_disk_ends_the_recording_and_says_so_in_the_file(
     journal = open_journal(tmp_path / "j", max_pending_bytes=4096)
     with caplog.at_level(logging.ERROR):
         for now in range(START, START + 10_000):
-            journal.put(expire(now), bytes(100))
+            journal.put(expire(now), Answer(bytes(100)))
         assert not journal.is_open
         journal.close()
     assert "the disk is too slow: 4096 bytes wait" in caplog.text
@@ -355,6 +355,20 @@ def test_no_token_id_is_in_the_file(tmp_path: Path) -> None:
         assert varint not in data
         assert str(token).encode() not in data
     assert b"secret-salt" not in data
+
+
+def test_without_any_worker_no_id_is_in_the_file_either(tmp_path: Path) -> None:
+    journal = open_journal(tmp_path / "j", hash_only=True)
+    core = RecordingScheduler(CONFIG, SHA256, journal, hash_only=True)
+    core.add(request(deadline=None, ttft_target_us=None), START)
+    core.finish_recording()
+    journal.close()
+    ((entry,), file) = entries(tmp_path / "j")
+    assert file.ended_well
+    read = codec.parse_add(entry.add)
+    assert read.prompt.tolist() == [0, 0, 0]
+    assert read.resumed.tolist() == [0, 0]
+    assert read.stop_token_ids == (0, 0)
 
 
 def test_what_cannot_be_recorded_without_ids_ends_the_recording(
