@@ -37,9 +37,6 @@ from services.scheduler.simulate.report import Report, Usage, report_of
 from services.scheduler.simulate.step_model import StepModel
 from services.scheduler.simulate.worker import Answer, SimulatedWorker
 
-_STEPS_PER_SAMPLE = 8
-"""How often the engine is asked for its held blocks; between two answers the first one counts."""
-
 
 class Engine(Protocol):
     """What a simulation drives: the verbs of the core, as Scheduler has them."""
@@ -82,7 +79,6 @@ class _Place:
     since: int = 0
     held: int = 0
     filled: int = 0
-    steps: int = 0
 
 
 class Simulation:
@@ -180,7 +176,7 @@ class Simulation:
     def report(self, policy: str) -> Report:
         """The figures so far."""
         for place in self._places.values():
-            self._account(place)
+            self._account(place, look=True)
         usages = [place.usage for place in self._places.values()]
         busy = sum(place.worker.busy_us for place in self._places.values())
         counters = self.engine.loads().counters
@@ -212,24 +208,25 @@ class Simulation:
         heapq.heappush(self._answers, (answer.done_at, self._sequence, worker_id, answer))
         place.usage.steps += 1
         place.usage.rows += answer.rows
-        place.steps += 1
-        if place.steps % _STEPS_PER_SAMPLE == 1 or not answer.rows:
-            self._account(place)
+        held_changes = plan.new_rows or plan.new_block_ids.size or plan.released_slots.size
+        self._account(place, look=bool(held_changes))
 
-    def _account(self, place: _Place) -> None:
-        """Counts what was held since the last look, and looks again."""
+    def _account(self, place: _Place, *, look: bool) -> None:
+        """Counts what was held since the last time, and takes what is held from now on."""
         elapsed = self.now - place.since
         place.usage.held_block_us += place.held * elapsed
         place.usage.filled_token_us += place.filled * elapsed
         place.usage.elapsed_us += elapsed
+        place.since = self.now
+        place.filled = place.worker.filled_tokens
+        if not look:
+            return
         load = next(
             load
             for load in self.engine.loads().workers
             if load.worker_id == place.worker.spec.worker_id
         )
-        place.since = self.now
         place.held = load.blocks_total - load.blocks_free - load.blocks_evictable
-        place.filled = place.worker.filled_tokens
         place.usage.most_held = max(place.usage.most_held, place.held)
         place.usage.most_running = max(place.usage.most_running, load.running)
 

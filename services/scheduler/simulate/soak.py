@@ -52,7 +52,7 @@ def soak_model(step_ms: float) -> StepModel:
         per_token_us=0.0,
         per_row_us=0.0,
         per_context_us=0.0,
-        blocks=900,
+        blocks=800,
         block_size=16,
         max_num_seqs=_SEQS,
         max_num_batched_tokens=2048,
