@@ -19,6 +19,7 @@ COMPUTABLE = frozenset({"sha256"})
 
 _COUNT = struct.Struct("<Q")
 _MOST_FUNCTIONS = 64
+_ID_BYTES = 4
 
 _hash_of = functools.partial(int.from_bytes, byteorder="little", signed=True)
 
@@ -42,6 +43,7 @@ class PrefixSet:
 
     def __contains__(self, block_hash: object) -> bool:
         """Whether a hash of 32 bytes was put in, or looks as if it were."""
+        # Only its first 16 bytes count, and the hash function takes no others.
         return isinstance(block_hash, bytes) and block_hash[:16] in self._bloom
 
 
@@ -53,7 +55,12 @@ def salt_of(scheduling: Scheduling) -> tuple[bytes, bytes]:
 
 
 def block_hashes(
-    prompt: Sequence[int], *, block_size: int, model_digest: str, salt: tuple[bytes, bytes]
+    prompt: Sequence[int],
+    *,
+    block_size: int,
+    model_digest: str,
+    salt: tuple[bytes, bytes],
+    most: int | None = None,
 ) -> Iterator[bytes]:
     """Hashes of the prompt's full blocks, one after the other, each made when it is asked for.
 
@@ -62,30 +69,31 @@ def block_hashes(
         block_size: tokens per block.
         model_digest: from ModelLimits.
         salt: see `salt_of`.
+        most: blocks after which to stop; None: all.
     """
     fields = ((b"m", model_digest.encode()), (b"a", b""), salt)
     data = b"".join(kind + struct.pack("<I", len(value)) + value for kind, value in fields)
     parent = hashlib.sha256(b"quire.v1.block" + data).digest()
-    for start in range(0, len(prompt) - block_size + 1, block_size):
-        tokens = pack_ids(prompt[start : start + block_size])
-        parent = hashlib.sha256(parent + tokens).digest()
+    packed = pack_ids(prompt if most is None else prompt[: most * block_size])
+    width = _ID_BYTES * block_size
+    for start in range(0, len(packed) - width + 1, width):
+        parent = hashlib.sha256(parent + packed[start : start + width]).digest()
         yield parent
 
 
-def held_blocks(hashes: Iterator[bytes], sets: Sequence[Container[bytes]], most: int) -> list[int]:
+def held_blocks(hashes: Iterator[bytes], sets: Sequence[Container[bytes]]) -> list[int]:
     """How many of the first blocks each of the sets holds without a gap.
 
     Args:
         hashes: of a prompt; no more are taken than somebody holds, and one.
         sets: of each scheduler.
-        most: blocks after which to stop.
     """
     held = [0] * len(sets)
     holders = list(range(len(sets)))
-    for number, block_hash in zip(range(most), hashes, strict=False):
+    for block_hash in hashes:
         holders = [index for index in holders if block_hash in sets[index]]
         if not holders:
             break
         for index in holders:
-            held[index] = number + 1
+            held[index] += 1
     return held

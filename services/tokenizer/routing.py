@@ -30,7 +30,7 @@ SLACK_TOKENS = 2048
 """Outstanding tokens by which a holder of a prefix may exceed the least busy one in any case."""
 
 MOST_BLOCKS = 1024
-"""Blocks of a prompt that are hashed to find who holds it; about a millisecond."""
+"""Blocks of a prompt that are hashed to find who holds it; one or two milliseconds."""
 
 MOST_SESSIONS = 65_536
 """Sessions whose scheduler is remembered; the ones used longest ago are forgotten first."""
@@ -222,10 +222,14 @@ def _held_tokens(work: TokenWork, links: Sequence[SchedulerLink]) -> dict[Schedu
         kinds.setdefault((limits.block_size, limits.model_digest), []).append(link)
     for (block_size, digest), alike in kinds.items():
         hashes = block_hashes(
-            work.prompt, block_size=block_size, model_digest=digest, salt=salt_of(work.scheduling)
+            work.prompt,
+            block_size=block_size,
+            model_digest=digest,
+            salt=salt_of(work.scheduling),
+            most=MOST_BLOCKS,
         )
         sets = [link.load.prefixes for link in alike if link.load.prefixes is not None]
-        for link, blocks in zip(alike, held_blocks(hashes, sets, MOST_BLOCKS), strict=True):
+        for link, blocks in zip(alike, held_blocks(hashes, sets), strict=True):
             if blocks:
                 held[link] = blocks * block_size
     return held
