@@ -48,14 +48,15 @@ def standing(worker: WorkerState, queue: WaitingQueue, config: Config, now: int)
     ranks = np.maximum(rows.rank[slots] - ages, 0)
     if config.policy is Policy.PRIORITY:
         return Standing(slots, ranks, nothing)
-    flows = rows.flow[slots]
-    by_flow = np.argsort(flows, kind="stable")
-    first_of_flow = np.r_[True, np.diff(flows[by_flow]) != 0]
-    starts = np.maximum.accumulate(np.where(first_of_flow, np.arange(slots.size), 0))
+    by_flow = np.argsort(rows.flow[slots], kind="stable")
+    flows = rows.flow[slots[by_flow]]
+    starts = np.flatnonzero(np.diff(flows, prepend=-1))
+    sizes = np.diff(starts, append=slots.size)
+    weights = np.array([queue.flow(flow).weight for flow in flows[starts].tolist()], np.int64)
+    before = np.arange(slots.size) - np.repeat(starts, sizes)
     levels = np.empty(slots.size, np.int64)
-    levels[by_flow] = np.arange(slots.size) - starts
-    weights = np.array([queue.flow(flow).weight for flow in flows.tolist()], np.int64)
-    return Standing(slots, ranks, levels * 1_000_000 // weights)
+    levels[by_flow] = before * 1_000_000 // np.repeat(weights, sizes)
+    return Standing(slots, ranks, levels)
 
 
 def standing_of(
