@@ -124,7 +124,6 @@ class _Subject:
             step_id=step.step_id,
             counts=samples.astype(np.uint8),
             token_ids=np.full(int(samples.sum()), 7, np.uint32),
-            execute_us=20_000,
         )
 
 
