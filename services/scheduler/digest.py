@@ -114,7 +114,9 @@ class LoadReports:
 
     async def pause(self) -> None:
         """Waits until another report may be due."""
-        await asyncio.sleep(max(0.0, self._due - _clock()))
+        # A loop's timer may fire a little before its time.
+        while (left_s := self._due - _clock()) > 0:
+            await asyncio.sleep(left_s)
 
     async def _refresh(self) -> float:
         """Takes the source's figures, and its hashes where they may have changed.
