@@ -4,7 +4,6 @@ The event loop never waits for the disk. Where the file cannot be written, or no
 come, recording ends with an error in the log and a last entry that says so; serving goes on.
 """
 
-import io
 import logging
 import os
 import threading
@@ -13,7 +12,6 @@ from collections import deque
 from pathlib import Path
 
 from google.protobuf.message import Message
-from google.protobuf.proto import serialize_length_prefixed
 
 from services.scheduler import journal_codec as codec
 from services.scheduler.journal_digest import Answer
@@ -130,16 +128,17 @@ class Journal:
 
     def _write(self, messages: list[Message]) -> None:
         """Appends whole messages, or raises OSError and has noted how many are whole."""
-        buffer = io.BytesIO()
+        data = bytearray()
         ends = []
         for message in messages:
-            serialize_length_prefixed(message, buffer)
-            ends.append(buffer.tell())
-        data = buffer.getbuffer()
+            payload = message.SerializeToString()
+            data += _size_prefix(len(payload))
+            data += payload
+            ends.append(len(data))
         written = 0
         try:
             while written < len(data):
-                written += os.write(self._file, data[written:])
+                written += os.write(self._file, memoryview(data)[written:])
         except OSError:
             # What the last ones took is left to the entry that says why the file ends.
             written -= _CLOSE_BYTES
@@ -158,6 +157,16 @@ class Journal:
             self._write([codec.close_entry(self._last_now, problem)])
         except OSError as error:
             log.error("the end of %s could not be marked: %s", self.path, error)
+
+
+def _size_prefix(size: int) -> bytes:
+    """A varint, as `google.protobuf.proto` writes it, which makes an encoder anew for each."""
+    prefix = bytearray()
+    while size > 0x7F:
+        prefix.append(size & 0x7F | 0x80)
+        size >>= 7
+    prefix.append(size)
+    return bytes(prefix)
 
 
 def clocks() -> tuple[int, int]:
