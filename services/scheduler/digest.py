@@ -114,9 +114,8 @@ class LoadReports:
 
     async def pause(self) -> None:
         """Waits until another report may be due."""
-        # A loop's timer may fire a little before its time.
-        while (left_s := self._due - _clock()) > 0:
-            await asyncio.sleep(left_s)
+        # A millisecond more, since a loop's timer may fire a little before its time.
+        await asyncio.sleep(max(0.0, self._due - _clock()) + 1e-3)
 
     async def _refresh(self) -> float:
         """Takes the source's figures, and its hashes where they may have changed.
