@@ -155,6 +155,7 @@ class FitCommand:
             f"{fit.steps} steps; relative error {fit.median_error:.1%} at the median, "
             f"{fit.p90_error:.1%} at p90",
             highlight=False,
+            soft_wrap=True,
         )
         return 0
 

@@ -175,6 +175,7 @@ class Soak:
                 f"{look.completed:>8} requests  {look.live:>4} live  {look.steps:>8} steps  "
                 f"{look.preemptions:>7} preemptions  {look.wall_s:7.1f} s",
                 highlight=False,
+                soft_wrap=True,
             )
 
         looks = run_soak(args.hours, step_ms=args.step_ms, config=config, seed=args.seed, told=tell)
