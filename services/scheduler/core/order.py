@@ -33,6 +33,12 @@ _ATTAINMENT_WINDOW = 16
 _IDLE_FLOWS = 256
 """So many tenants are remembered before those without requests are swept."""
 
+_REMEMBERED_FLOWS = 128
+"""Of the tenants without requests so many are remembered at most, those ahead of their share."""
+
+_CONTENDERS = 7
+"""Entries of a heap that are looked at: its three first are always among them."""
+
 
 class Flow:
     """The requests of one tenant in one class.
@@ -115,12 +121,18 @@ class ClassQueue:
                 if flow.waiting and served < flow.served:
                     heapq.heappush(self._ready, (flow.served, flow.number, flow))
                 continue
-            while True:
-                _, _, ticket, request = flow.heap[0]
-                if request.ticket == ticket and request.status is Status.WAITING:
-                    return request
-                heapq.heappop(flow.heap)
+            return self._head_of(flow)
         return None
+
+    def contenders(self) -> list[Request]:
+        """The next requests of those flows that are next, the first few exactly, best first."""
+        if self.head() is None:
+            return []
+        found: list[Request] = []
+        for served, _, flow in sorted(self._ready[:_CONTENDERS], key=lambda entry: entry[:2]):
+            if flow.waiting and served == flow.served:
+                found.append(self._head_of(flow))
+        return found
 
     def remove(self, request: Request, flow: Flow) -> None:
         """Takes a queued request out."""
@@ -131,6 +143,13 @@ class ClassQueue:
         self.tokens -= request.queued_tokens
         if not flow.waiting:
             flow.heap.clear()
+
+    def _head_of(self, flow: Flow) -> Request:
+        while True:
+            _, _, ticket, request = flow.heap[0]
+            if request.ticket == ticket and request.status is Status.WAITING:
+                return request
+            heapq.heappop(flow.heap)
 
     def charge(self, flow: Flow, tokens: int) -> None:
         """Counts tokens given to a flow."""
@@ -261,6 +280,10 @@ class WaitingQueue:
         """The next request of each class that has one, the most important class first."""
         return [head for group in self._classes if (head := group.head()) is not None]
 
+    def contenders(self) -> list[Request]:
+        """As `heads`, but more of a class: also the requests of the tenants that are next after."""
+        return [request for group in self._classes for request in group.contenders()]
+
     def remove(self, request: Request) -> None:
         """Takes a queued request out of the middle."""
         flow = self._flows[request.flow]
@@ -383,9 +406,13 @@ class WaitingQueue:
         return flow
 
     def _sweep(self) -> None:
-        """Forgets idle flows that would start from their class's virtual time anyway."""
-        for flow in list(self._flows.values()):
-            if not flow.live and flow.served <= flow.group.virtual_time:
+        """Forgets idle flows that would start from their class's virtual time anyway, and those
+        least ahead of it beyond a number: names of tenants cost their callers nothing.
+        """
+        idle = [flow for flow in self._flows.values() if not flow.live]
+        idle.sort(key=lambda flow: (flow.group.virtual_time - flow.served, flow.number))
+        for place, flow in enumerate(idle):
+            if place >= _REMEMBERED_FLOWS or flow.served <= flow.group.virtual_time:
                 del self._flows[flow.number], flow.group.flows[flow.tenant]
         self._sweep_at = max(_IDLE_FLOWS, 2 * len(self._flows))
 

@@ -10,6 +10,7 @@ time between tokens that its decodes are to have.
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,6 +26,7 @@ from services.scheduler.core.rows import NO_TARGET
 from services.scheduler.core.step_time import StepShape
 from services.scheduler.core.worker_state import WorkerState
 from services.scheduler.core.yielding import (
+    Standing,
     below,
     cheapest_first,
     later,
@@ -47,6 +49,15 @@ class _Verdict(enum.Enum):
     PASS_OVER = enum.auto()
     BLOCKED = enum.auto()
     """It is next and does not fit in: no less important one may take its room."""
+
+
+class _Place(NamedTuple):
+    """A running prefill: slot, aged rank of its class, level, and what its tenant was charged."""
+
+    slot: int
+    rank: int
+    level: int
+    served: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +113,9 @@ class Planner:
         """Waiting requests for which others gave way."""
         self._promised_blocks = 0
         """What they need."""
+        self._prefills: dict[int, int] = {}
+        """Prefills of this step by flow, running and admitted ones."""
+        self._standings: Standing | None = None
         self._room: int | None = None
         """Blocks beyond what running requests need next; None: not known."""
         self._short = False
@@ -203,7 +217,7 @@ class Planner:
         worker = self._worker
         while worker.pool.available < 1:
             self._short = True
-            standings = standing(worker, self._waiting, self._config, self._around.now)
+            standings = self._standing()
             places = later(standings, worker, slot)
             places = places[~np.isin(standings.slots[places], self._draft.new_slots)]
             if places.size:
@@ -213,9 +227,16 @@ class Planner:
                 return False
         return True
 
+    def _standing(self) -> Standing:
+        """Of the running requests, looked at anew after each change of who runs."""
+        if self._standings is None:
+            around = self._around
+            self._standings = standing(self._worker, self._waiting, self._config, around.now)
+        return self._standings
+
     def _preempt(self, slot: int) -> None:
         self._draft.drop(slot)
-        self._room = None
+        self._room = self._standings = None
         self._around.counters.preemptions += 1
         request = self._worker.requeue(slot)
         request.preemptions += 1
@@ -262,12 +283,12 @@ class Planner:
                 self._waiting.push(request)
         running = self._by_importance(prefilling)
         self._grant_shares(running)
-        for slot, rank, level in running:
+        for place in running:
             if self._waiting.is_shared:
-                self._admit_above(rank, level)
+                self._admit_above(place)
             if self._prefill_left < 1:
                 break
-            self._continue_prefill(slot, self._prefill_left)
+            self._continue_prefill(place.slot, self._prefill_left)
         if len(self._waiting):
             self._admit_waiting()
 
@@ -277,26 +298,26 @@ class Planner:
         want = int(self._worker.rows.length[slot] - self._worker.rows.computed[slot])
         self._prefill_left -= self._continue(slot, min(want, self._chunk_size, most))
 
-    def _grant_shares(self, running: list[tuple[int, int, int]]) -> None:
+    def _grant_shares(self, running: list[_Place]) -> None:
         """Gives the first prefill of each class but the most important its class's share.
 
         What is left goes by importance, so that a class moves on while better ones have work.
         """
-        if len({rank for _, rank, _ in running}) < 2 or self._config.policy is not Policy.FAIR:
+        if len({place.rank for place in running}) < 2 or self._config.policy is not Policy.FAIR:
             return
         firsts: dict[int, tuple[int, int]] = {}
-        for slot, aged_rank, _ in running:
+        for slot, aged_rank, _, _ in running:
             own = self._worker.rows.rank.item(slot)
             firsts.setdefault(own, (slot, aged_rank))
         weights = {rank: self._waiting.classes[rank].weight for rank in firsts}
-        total, best = sum(weights.values()), running[0][1]
+        total, best = sum(weights.values()), running[0].rank
         left = self._prefill_left
         for rank, (slot, aged_rank) in sorted(firsts.items()):
             if aged_rank > best:
                 self._continue_prefill(slot, max(1, left * weights[rank] // total))
 
-    def _by_importance(self, prefilling: IntArray) -> list[tuple[int, int, int]]:
-        """Running prefills with rank and level, the most important first.
+    def _by_importance(self, prefilling: IntArray) -> list[_Place]:
+        """Running prefills, the most important first.
 
         The level counts prefills of the same tenant, so that tenants take turns.
         """
@@ -304,37 +325,53 @@ class Planner:
         requests = [self._worker.rows.request(slot) for slot in prefilling.tolist()]
         requests.sort(key=lambda request: (request.due, request.arrival))
         if not waiting.is_shared or self._config.policy is Policy.FCFS:
-            return [(request.slot, 0, 0) for request in requests]
+            return [_Place(request.slot, 0, 0, 0) for request in requests]
+        is_fair = self._config.policy is Policy.FAIR
         levels: dict[int, int] = {}
-        found: list[tuple[int, int, int]] = []
+        found: list[_Place] = []
         for request in requests:
-            level = levels.get(request.flow, 0)
-            if self._config.policy is Policy.FAIR:
-                step = 1_000_000 // waiting.flow(request.flow).weight
-                levels[request.flow] = level + step
-            found.append((request.slot, waiting.aged_rank(request, now), level))
-        return sorted(found, key=lambda entry: entry[1:])
+            flow, level = waiting.flow(request.flow), levels.get(request.flow, 0)
+            rank = waiting.aged_rank(request, now)
+            self._count_prefill(request)
+            if is_fair:
+                levels[request.flow] = level + 1_000_000 // flow.weight
+            found.append(_Place(request.slot, rank, level, flow.served if is_fair else 0))
+        return sorted(found, key=lambda place: (place.rank, place.level, place.served))
+
+    def _count_prefill(self, request: Request) -> None:
+        self._prefills[request.flow] = self._prefills.get(request.flow, 0) + 1
 
     # Waiting requests
 
-    def _admit_above(self, rank: int, level: int) -> None:
-        """Lets waiting requests in that are strictly more important than a running prefill."""
-        for head in self._waiting.heads():
-            if not self._has_seat():
-                return
-            request: Request | None = head
-            while request is not None and self._stands_above(request, rank, level):
+    def _admit_above(self, place: _Place) -> None:
+        """Lets waiting requests in that are more important than a running prefill."""
+        blocked: set[int] = set()
+        while self._has_seat():
+            for request in self._waiting.contenders():
+                if request.flow in blocked or not self._stands_above(request, place):
+                    continue
                 self._waiting.remove(request)
                 if not self._admit(request):
                     self._waiting.push(request)
-                    break
-                request = next(
-                    (one for one in self._waiting.heads() if one.rank == head.rank), None
-                )
+                    blocked.add(request.flow)
+                break
+            else:
+                return
 
-    def _stands_above(self, request: Request, rank: int, level: int) -> bool:
-        own = standing_of(request, self._worker, self._waiting, self._config, self._around.now)
-        return own < (rank, level)
+    def _stands_above(self, request: Request, place: _Place) -> bool:
+        """Whether a waiting request's prefill comes before a running one.
+
+        By class, then by how many prefills its tenant has in this step, then by what that had.
+        """
+        if self._config.policy is Policy.FCFS:
+            return False
+        rank = self._waiting.aged_rank(request, self._around.now)
+        if rank != place.rank or self._config.policy is Policy.PRIORITY:
+            return rank < place.rank
+        flow, held = self._waiting.flow(request.flow), self._prefills.get(request.flow, 0)
+        own = (held * 1_000_000 // flow.weight, flow.served)
+        is_other = self._worker.rows.flow.item(place.slot) != request.flow
+        return is_other and own < (place.level, place.served)
 
     def _has_seat(self) -> bool:
         rows = self._worker.rows
@@ -473,6 +510,7 @@ class Planner:
         counters.recomputed_tokens += recomputed
         self._waiting.admitted(request, tokens.size - computed + OUTPUT_COST * size)
         self._prefill_left -= chunk
+        self._standings = None
         if self._room is not None:
             self._room -= prospect.ahead + prospect.idle_hits
         self._draft.carry(slot, request, computed)
@@ -491,10 +529,12 @@ class Planner:
             return
         blocked: set[int] = set()
         while len(self._first) < _MAX_DISPLACING:
-            for head in self._waiting.heads():
-                if head.rank not in blocked and self._displace_for(head):
+            for request in self._waiting.contenders():
+                if request.flow in blocked:
+                    continue
+                if self._displace_for(request):
                     break
-                blocked.add(head.rank)
+                blocked.add(request.flow)
             else:
                 return
 
@@ -505,7 +545,7 @@ class Planner:
         if not self._may_enter(head) or rows.num_free_slots <= promised:
             return False
         rank, level = standing_of(head, worker, self._waiting, self._config, now)
-        standings = standing(worker, self._waiting, self._config, now)
+        standings = self._standing()
         places = below(standings, rank, level)
         if not places.size:
             return False
