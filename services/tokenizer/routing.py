@@ -142,6 +142,9 @@ class Router:
         """See Elsewhere."""
         if code not in _OFFERED_AGAIN or stream.was_refused or not stream.can_move:
             return False
+        # Elsewhere its time to the first token would be counted from the beginning.
+        if stream.work.scheduling.shed_late and code == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]:
+            return False
         stream.was_refused = True
         return not self._stopping and self._move(stream, link)
 

@@ -294,6 +294,18 @@ async def test_a_refused_request_is_offered_once_more(sockets: Path) -> None:
         assert three.router.counts == NOTHING
 
 
+async def test_a_request_that_would_rather_be_shed_is_not_offered_again(sockets: Path) -> None:
+    async with several(sockets, limits(), limits()) as two:
+        late = Scheduling(shed_late=True, ttft_target_ms=100)
+        stream = two.router.open(work(scheduling=late))
+        got = await two.next_submission()
+        got.submission.fail(grpc.StatusCode.RESOURCE_EXHAUSTED, "too late")
+        with pytest.raises(RemoteError, match="too late"):
+            await stream.next()
+        stream.close()
+        assert two.router.counts == NOTHING
+
+
 async def test_other_errors_are_the_callers(sockets: Path) -> None:
     async with several(sockets, limits(), limits()) as two:
         stream = two.router.open(work())
