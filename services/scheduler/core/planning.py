@@ -19,7 +19,7 @@ from services.scheduler.core.config import Config, Policy
 from services.scheduler.core.draft import NO_INTS, Draft
 from services.scheduler.core.order import OUTPUT_COST, WaitingQueue
 from services.scheduler.core.placement import belongs_elsewhere
-from services.scheduler.core.plan import Counters, IntArray, StepPlan
+from services.scheduler.core.plan import Counters, IntArray, Mask, StepPlan
 from services.scheduler.core.queue_model import QueueModel
 from services.scheduler.core.request import Request, Status
 from services.scheduler.core.rows import NO_TARGET
@@ -322,7 +322,9 @@ class Planner:
         The level counts prefills of the same tenant, so that tenants take turns.
         """
         waiting, now = self._waiting, self._around.now
-        requests = [self._worker.rows.request(slot) for slot in prefilling.tolist()]
+        # Some may have given way to decodes.
+        slots = [slot for slot in prefilling.tolist() if not self._draft.has_dropped(slot)]
+        requests = [self._worker.rows.request(slot) for slot in slots]
         requests.sort(key=lambda request: (request.due, request.arrival))
         if not waiting.is_shared or self._config.policy is Policy.FCFS:
             return [_Place(request.slot, 0, 0, 0) for request in requests]
@@ -367,7 +369,10 @@ class Planner:
             return False
         rank = self._waiting.aged_rank(request, self._around.now)
         if rank != place.rank or self._config.policy is Policy.PRIORITY:
-            return rank < place.rank
+            is_owed = self._config.policy is Policy.FAIR and self._is_owed(
+                request, self._worker.rows.rank[[place.slot]]
+            )
+            return rank < place.rank and not is_owed
         flow, held = self._waiting.flow(request.flow), self._prefills.get(request.flow, 0)
         own = (held * 1_000_000 // flow.weight, flow.served)
         is_other = self._worker.rows.flow.item(place.slot) != request.flow
@@ -523,6 +528,16 @@ class Planner:
 
     # Displacement
 
+    def _is_owed(self, request: Request, ranks: IntArray) -> Mask:
+        """Which running requests of these classes are safe from a waiting one of a better class.
+
+        Those of classes that had less of their share of the tokens than its class has: else
+        displacement alone would give all tokens to the best class that has a backlog.
+        """
+        served = np.array([group.served for group in self._waiting.classes], np.int64)
+        owed: Mask = (ranks > request.rank) & (served[ranks] < served[request.rank])
+        return owed
+
     def _displace(self) -> None:
         """Has running requests give way to waiting ones that are strictly more important."""
         if self._config.policy is Policy.FCFS or not self._worker.rows.order.size:
@@ -544,9 +559,12 @@ class Planner:
         promised = len(self._first)
         if not self._may_enter(head) or rows.num_free_slots <= promised:
             return False
-        rank, level = standing_of(head, worker, self._waiting, self._config, now)
+        ahead = sum(one.flow == head.flow for one in self._first)
+        rank, level = standing_of(head, worker, self._waiting, self._config, now, ahead)
         standings = self._standing()
         places = below(standings, rank, level)
+        if self._config.policy is Policy.FAIR:
+            places = places[~self._is_owed(head, rows.rank[standings.slots[places]])]
         if not places.size:
             return False
         prospect = self._assess(head)

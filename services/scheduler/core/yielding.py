@@ -60,16 +60,25 @@ def standing(worker: WorkerState, queue: WaitingQueue, config: Config, now: int)
 
 
 def standing_of(
-    request: Request, worker: WorkerState, queue: WaitingQueue, config: Config, now: int
+    request: Request, worker: WorkerState, queue: WaitingQueue, config: Config, now: int, ahead: int
 ) -> tuple[int, int]:
-    """The rank and the level that a waiting request would have on a worker."""
+    """The rank and the level that a waiting request would have on a worker.
+
+    Args:
+        request: waiting.
+        worker: where it would run.
+        queue: the request's.
+        config: in force.
+        now: microseconds.
+        ahead: requests of its tenant's that were given a seat there and do not hold it yet.
+    """
     if config.policy is Policy.FCFS or not queue.is_shared:
         return 0, 0
     rank = queue.aged_rank(request, now)
     if config.policy is Policy.PRIORITY:
         return rank, 0
     rows = worker.rows
-    held = int(np.count_nonzero(rows.flow[rows.order] == request.flow))
+    held = int(np.count_nonzero(rows.flow[rows.order] == request.flow)) + ahead
     return rank, held * 1_000_000 // queue.flow(request.flow).weight
 
 
