@@ -237,7 +237,7 @@ class CoreModel:
         if len(output) < len(wanted):
             # Capped to what the roomiest worker of some time held.
             assert spec.max_tokens is None
-            assert spec.prompt.size + len(output) in (12 * 4 + 1,)
+            assert spec.prompt.size + len(output) == 12 * 4 + 1
 
     @property
     def _eos(self) -> tuple[int, ...]:

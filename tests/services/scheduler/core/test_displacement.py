@@ -1,4 +1,4 @@
-"""The more important take seats and blocks of the less important, and equals leave each other be."""
+"""The more important take seats and blocks of the less important; equals leave each other be."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Tenants beside each other: who floods waits for himself, weights are kept, nothing is saved up."""
+"""Tenants beside each other: who floods waits, weights are kept, nothing is saved up."""
 
 from collections.abc import Callable
 

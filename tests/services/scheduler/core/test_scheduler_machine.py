@@ -165,6 +165,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     )
     def add(
         self,
+        *,
         shared: int,
         own: list[int],
         poison: int | None,
@@ -400,7 +401,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = settings(
-    max_examples=80,
+    max_examples=200,
     stateful_step_count=25,
     deadline=None,
     derandomize=True,
