@@ -5,7 +5,8 @@ ageing time since the request arrived), the **level** within the tenant (its fir
 of a class has level 0, its second 1, …, divided by the tenant's weight), and the arrival. A request
 gives way only to one that is strictly more important, so equals never push each other out in turns;
 and where a seat is at stake, arrival does not count. After a displacement by level the two tenants'
-levels are nearer to each other, so that one cannot be undone by the next.
+levels are nearer to each other, so that one cannot be undone by the next. Where classes have
+shares (policy FAIR) the planner spares those that had less of theirs than the one that waits.
 
 Pure functions over the columns of one worker.
 """
