@@ -115,8 +115,11 @@ def test_b062_no_thrash_at_three_times_the_pool(policy: Policy, in_flight: int) 
     run = SimulatedRun(
         num_blocks=64, max_num_seqs=12, in_flight=in_flight, policy=policy, check=True
     )
-    courses = [run.add(32, 224) for _ in range(12)]  # 12 x 16 blocks
+    # 12 x 16 blocks; the first would be the cheapest to compute again, and never has to be.
+    courses = [run.add(8, 248), *(run.add(32, 224) for _ in range(11))]
     run.drain(6000)
+    assert courses[0].end is not None
+    assert courses[0].end.preemptions == 0
     for course in courses:
         assert course.finished
         assert course.end is not None
@@ -160,7 +163,7 @@ def test_displacements_are_bounded_by_arrivals_of_the_more_important(
 ) -> None:
     """Each request takes at most its seat from one, so nothing swings to and fro."""
     dice = random.Random(seed)
-    run = SimulatedRun(num_blocks=128, max_num_seqs=4, policy=policy, check=True, **RANKED)
+    run = SimulatedRun(num_blocks=128, max_num_seqs=4, policy=policy, **RANKED)
     arrived = 0
 
     def each(_: int) -> None:
@@ -180,9 +183,7 @@ def test_displacements_are_bounded_by_arrivals_of_the_more_important(
 @pytest.mark.parametrize("seed", range(2))
 def test_tenants_do_not_swing_to_and_fro(seed: int) -> None:
     dice = random.Random(seed)
-    run = SimulatedRun(
-        max_num_seqs=6, num_blocks=80, tenants=(("b", TenantPolicy(weight=2000)),), check=True
-    )
+    run = SimulatedRun(max_num_seqs=6, num_blocks=80, tenants=(("b", TenantPolicy(weight=2000)),))
 
     def each(_: int) -> None:
         if dice.random() < 0.1:
@@ -207,3 +208,17 @@ def test_a_tenant_without_a_seat_takes_one_and_no_more_than_its_part() -> None:
     run.run(150)
     assert run.core.loads().counters.displaced == displaced
     run.drain(6000)
+
+
+@pytest.mark.parametrize("policy", list(Policy))
+def test_a_prefill_gives_way_to_the_decodes_of_its_own_step(policy: Policy) -> None:
+    run = SimulatedRun(
+        num_blocks=27, max_num_seqs=16, prefill_chunk_size=1, policy=policy, check=True, **RANKED
+    )
+    high = [run.add(4, 60, priority_class="high") for _ in range(8)]
+    run.run(6)
+    low = run.add(150, 4, priority_class="low")
+    run.drain(4000)
+    assert low.admissions > 1
+    assert low.finished
+    assert all(course.finished for course in high)
