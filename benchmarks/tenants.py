@@ -89,6 +89,8 @@ class Tenants:
             ("--input-len", 64, "tokens of each prompt"),
             ("--output-len", 64, "tokens of each answer of the flooding tenant"),
             ("--small-output-len", 4, "tokens of each answer of the small tenant"),
+            ("--tpot-target", 600, "milliseconds between tokens, which bound each step"),
+            ("--settle", 10, "seconds that the flood runs before it is measured"),
         ):
             parser.add_argument(
                 flag, type=int, default=default, metavar="N", help=f"{what} (default: {default})"
@@ -98,7 +100,7 @@ class Tenants:
     def run(self, args: argparse.Namespace) -> int:
         """Runs all cases and prints them."""
         names = ("flood", "requests", "max_num_seqs", "input_len", "output_len")
-        for name in (*names, "small_output_len"):
+        for name in (*names, "small_output_len", "tpot_target", "settle"):
             if getattr(args, name) < 1:
                 raise CommandError(f"--{name.replace('_', '-')} must be >= 1")
         policies = args.policies.split(",")
@@ -127,13 +129,18 @@ async def _measured(args: argparse.Namespace, policies: Sequence[str]) -> list[W
             for policy in policies:
                 await probe.configure(admin_pb2.SchedulerConfig(policy=_POLICIES[policy]))
                 async with _flood(client, source, args) as delivered:
-                    await asyncio.sleep(1)
+                    await asyncio.sleep(args.settle)
                     case = f"flood, {policy}"
                     wait = await _case(case, client, probe, source, args, delivered)
                     waits.append(wait)
 
     model = locate_model(args.model)
-    flags = {"scheduler": ("--max-num-seqs", str(args.max_num_seqs))}
+    flags = {
+        "scheduler": (
+            *("--max-num-seqs", str(args.max_num_seqs)),
+            *("--tpot-target", str(args.tpot_target)),
+        )
+    }
     config = LocalConfig(model=model.path, served_model_name=model.name, port=0, flags=flags)
     if not await with_local_set(config, measure, verbose=False):
         raise CommandError("interrupted")

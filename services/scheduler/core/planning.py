@@ -37,7 +37,7 @@ from services.scheduler.core.yielding import (
 _MAX_PASSED_OVER = 256
 """Waiting requests looked at and left in one step; bounds the time of `plan`."""
 
-_MOST_STEPS_WITHOUT_PREFILL = 16
+_MOST_STEPS_WITHOUT_PREFILL = 4
 """After so many steps whose decodes left no time for prefills, a block is computed all the same."""
 
 _MAX_DISPLACING = 8
@@ -112,7 +112,8 @@ class Planner:
         self._first: list[Request] = []
         """Waiting requests for which others gave way."""
         self._promised_blocks = 0
-        """What they need."""
+        self._promised_tokens = 0
+        """What they need, and want computed in this step."""
         self._prefills: dict[int, int] = {}
         """Prefills of this step by flow, running and admitted ones."""
         self._standings: Standing | None = None
@@ -127,9 +128,10 @@ class Planner:
 
     def make(self) -> StepPlan | None:
         """The step, or None where there is nothing to compute and nothing to release."""
-        if len(self._waiting) and self._waiting.is_shared:
-            self._displace()
         prefilling = self._decode()
+        # After the decodes, for only now it is known whether who takes a seat can begin.
+        if len(self._waiting) and self._waiting.is_shared and not self._short:
+            self._displace()
         self._prefill(prefilling)
         return self._draft.seal(self._config, self._around.counters)
 
@@ -543,7 +545,7 @@ class Planner:
         if self._config.policy is Policy.FCFS or not self._worker.rows.order.size:
             return
         blocked: set[int] = set()
-        while len(self._first) < _MAX_DISPLACING:
+        while self._promised_tokens < self._prefill_left and len(self._first) < _MAX_DISPLACING:
             for request in self._waiting.contenders():
                 if request.flow in blocked:
                     continue
@@ -592,4 +594,5 @@ class Planner:
         self._waiting.remove(head)
         self._first.append(head)
         self._promised_blocks += needed
+        self._promised_tokens += min(head.num_tokens - prospect.computed, self._chunk_size)
         return True
