@@ -39,7 +39,7 @@ PASSED: Mapping[str, tuple[tuple[str, str, str], ...]] = MappingProxyType(
                 "the same for all other tenants",
             ),
             ("--tpot-target", "MS", "wanted time between tokens; cuts prefills"),
-            ("--ageing", "SECONDS", "of waiting that count as one class more important"),
+            ("--ageing", "SECONDS", "that count as one class more important under priority"),
             ("--max-queued-requests", "N", "most requests that wait for their first admission"),
             ("--max-queued-tokens", "N", "most prompt tokens of those requests"),
             ("--enable-prefix-caching", "true|false", "reuse the KV blocks of equal prefixes"),

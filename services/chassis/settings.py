@@ -2,8 +2,8 @@
 
 Each field of a settings dataclass is a flag (`max_num_seqs` is `--max-num-seqs`) and an environment
 variable (`QUIRE_MAX_NUM_SEQS`); a flag beats the variable, the variable beats the default. An empty
-variable counts as unset. A switch is turned off by `--flag false` or `--no-flag`. A list is one text
-with commas; its flag may be given several times, and the lists are joined.
+variable counts as unset. A switch is turned off by `--flag false` or `--no-flag`. A list is one
+text with commas; its flag may be given several times, and the lists are joined.
 """
 
 import argparse

@@ -105,7 +105,7 @@ class Settings:
         help="wanted time between tokens, milliseconds; cuts prefills", most=MOST_SECONDS * 1000
     )
     ageing: float = _seconds(
-        help="seconds of waiting that make a request count as one class more important",
+        help="seconds that make a request one class more important under the policy priority",
         default=30.0,
     )
     max_queued_requests: int | None = _count(

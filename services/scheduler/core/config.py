@@ -93,7 +93,7 @@ class Config:
     tpot_target_us: int | None = None
     """Wanted time between tokens, microseconds; cuts prefills. Requests may bring their own."""
     ageing_us: int = 30_000_000
-    """A request counts as one class more important for each such time since it arrived."""
+    """Under PRIORITY a request counts as one class more important for each such time it is here."""
     max_queued_requests: int | None = None
     max_queued_tokens: int | None = None
     """Bounds of all requests that wait for their first admission, and of their prompt tokens."""

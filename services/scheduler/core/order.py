@@ -53,6 +53,7 @@ class Flow:
     __slots__ = (
         "group",
         "heap",
+        "is_ready",
         "live",
         "number",
         "served",
@@ -75,6 +76,8 @@ class Flow:
         self.waiting = 0
         self.tokens = 0
         """Of the requests that wait."""
+        self.is_ready = False
+        """It has an entry in its class's heap of flows."""
         self.heap: list[tuple[int, int, int, Request]] = []
 
 
@@ -98,11 +101,14 @@ class ClassQueue:
         self.virtual_time = 0
         """Of the flow served last; a flow that was idle starts from it."""
         self._ready: list[tuple[int, int, Flow]] = []
+        """A heap with an entry for each flow where requests wait, and late for some others."""
 
     def push(self, request: Request, flow: Flow) -> None:
         """Queues a request of one of the flows."""
         if not flow.waiting:
             flow.served = max(flow.served, self.virtual_time)
+        if not flow.is_ready:
+            flow.is_ready = True
             heapq.heappush(self._ready, (flow.served, flow.number, flow))
         flow.waiting += 1
         self.waiting += 1
@@ -115,24 +121,23 @@ class ClassQueue:
     def head(self) -> Request | None:
         """The request that is next within the class; it stays queued."""
         while self._ready:
-            served, _, flow = self._ready[0]
-            if not flow.waiting or served != flow.served:
+            served, number, flow = self._ready[0]
+            if not flow.waiting:
                 heapq.heappop(self._ready)
-                if flow.waiting and served < flow.served:
-                    heapq.heappush(self._ready, (flow.served, flow.number, flow))
-                continue
-            return self._head_of(flow)
+                flow.is_ready = False
+            elif served != flow.served:
+                heapq.heapreplace(self._ready, (flow.served, number, flow))
+            else:
+                return self._head_of(flow)
         return None
 
     def contenders(self) -> list[Request]:
-        """The next requests of those flows that are next, the first few exactly, best first."""
+        """The next requests of those flows that are about to be next, best first."""
         if self.head() is None:
             return []
-        found: list[Request] = []
-        for served, _, flow in sorted(self._ready[:_CONTENDERS], key=lambda entry: entry[:2]):
-            if flow.waiting and served == flow.served:
-                found.append(self._head_of(flow))
-        return found
+        flows = [flow for _, _, flow in self._ready[:_CONTENDERS] if flow.waiting]
+        flows.sort(key=lambda flow: (flow.served, flow.number))
+        return [self._head_of(flow) for flow in flows]
 
     def remove(self, request: Request, flow: Flow) -> None:
         """Takes a queued request out."""
@@ -393,7 +398,13 @@ class WaitingQueue:
         return self._flows[number]
 
     def aged_rank(self, request: Request, now: int) -> int:
-        """The request's rank, one better for each ageing time since it arrived."""
+        """The request's rank; where classes are strict, one better for each ageing time it waits.
+
+        Where classes have shares nothing starves anyway, and a request that waits behind others of
+        its own tenant must not gain by that.
+        """
+        if self._config.policy is not Policy.PRIORITY:
+            return request.rank
         return max(0, request.rank - (now - request.arrived) // self._config.ageing_us)
 
     def _new_flow(self, group: ClassQueue, tenant: str) -> Flow:

@@ -1,12 +1,13 @@
 """Who gives way: how important running requests are beside each other, and whose blocks are taken.
 
-Importance has three parts, compared in order: the **rank** of the class (one better for each
-ageing time since the request arrived), the **level** within the tenant (its first running request
-of a class has level 0, its second 1, …, divided by the tenant's weight), and the arrival. A request
-gives way only to one that is strictly more important, so equals never push each other out in turns;
-and where a seat is at stake, arrival does not count. After a displacement by level the two tenants'
-levels are nearer to each other, so that one cannot be undone by the next. Where classes have
-shares (policy FAIR) the planner spares those that had less of theirs than the one that waits.
+Importance has three parts, compared in order: the **rank** of the class (under PRIORITY one better
+for each ageing time since the request arrived), the **level** within the tenant (its first running
+request of a class has level 0, its second 1, …, divided by the tenant's weight; 0 but under FAIR),
+and the arrival. A request gives way only to one that is strictly more important, so equals never
+push each other out in turns; and where a seat is at stake, arrival does not count. After a
+displacement by level the two tenants' levels are nearer to each other, so that one cannot be undone
+by the next. Where classes have shares (policy FAIR) the planner spares those that had less of
+theirs than the one that waits.
 
 Pure functions over the columns of one worker.
 """
@@ -45,10 +46,9 @@ def standing(worker: WorkerState, queue: WaitingQueue, config: Config, now: int)
     nothing = np.zeros(slots.size, np.int64)
     if config.policy is Policy.FCFS or not queue.is_shared:
         return Standing(slots, nothing, nothing)
-    ages = (now - rows.arrived[slots]) // config.ageing_us
-    ranks = np.maximum(rows.rank[slots] - ages, 0)
     if config.policy is Policy.PRIORITY:
-        return Standing(slots, ranks, nothing)
+        ages = (now - rows.arrived[slots]) // config.ageing_us
+        return Standing(slots, np.maximum(rows.rank[slots] - ages, 0), nothing)
     by_flow = np.argsort(rows.flow[slots], kind="stable")
     flows = rows.flow[slots[by_flow]]
     starts = np.flatnonzero(np.diff(flows, prepend=-1))
@@ -57,7 +57,7 @@ def standing(worker: WorkerState, queue: WaitingQueue, config: Config, now: int)
     before = np.arange(slots.size) - np.repeat(starts, sizes)
     levels = np.empty(slots.size, np.int64)
     levels[by_flow] = before * 1_000_000 // np.repeat(weights, sizes)
-    return Standing(slots, ranks, levels)
+    return Standing(slots, rows.rank[slots], levels)
 
 
 def standing_of(

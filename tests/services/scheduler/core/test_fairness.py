@@ -61,6 +61,14 @@ def test_a_tenant_that_floods_does_not_delay_another(
     assert loud <= quiet + 3
 
 
+def test_who_waits_long_behind_his_own_flood_gains_nothing_by_it() -> None:
+    """Each request of the flood is older than many ageing times when it runs."""
+    alone = probes(nobody, prompt=16, run=SimulatedRun(ageing_us=1000))
+    beside = probes(seats_full, prompt=16, run=SimulatedRun(ageing_us=1000))
+    quiet = percentile([course.ttft_steps for course in alone], 95)
+    assert percentile([course.ttft_steps for course in beside], 95) <= quiet + 3
+
+
 def backlog(run: SimulatedRun, tenants: tuple[str, ...], prompt: int, output: int) -> None:
     """Keeps 40 requests of each tenant waiting or running."""
     live = dict.fromkeys(tenants, 0)
