@@ -5,6 +5,9 @@ a **lead** before the predicted end of the running one. The lead has to cover pl
 errors of the prediction; it is learned from the worker's idle gaps, with multiplicative increase
 where the worker had to wait for a step and slow decrease where it did not. Without a prediction
 steps are planned at once.
+
+Also knows the **overhead**: how much longer than a step takes on the worker it is from answer to
+answer, which is what streams see.
 """
 
 _TOLERATED_IDLE_US = 200
@@ -14,12 +17,17 @@ _TOLERATED_SHARE = 100
 _DECREASE = 64
 _LEAST_LEAD_US = 500
 
+_OVERHEAD_DECAY = 32
+
 
 class Pacing:
     """The lead for one worker."""
 
     def __init__(self) -> None:
         self._lead_us: int | None = None
+        self._answered_at = 0
+        self.overhead_us = 0
+        """The largest of late."""
 
     def due(self, started: int, predicted_us: int) -> int:
         """When to plan the next step, microseconds.
@@ -31,13 +39,20 @@ class Pacing:
         lead = predicted_us if self._lead_us is None else self._lead_us
         return started + predicted_us - lead
 
-    def answered(self, execute_us: int, idle_us: int) -> None:
-        """Learns from a step that was planned while another one ran.
+    def answered(self, execute_us: int, idle_us: int, now: int, *, overlapped: bool) -> None:
+        """Learns from the answer to a step.
 
         Args:
             execute_us: how long it took.
             idle_us: how long the worker had waited for it.
+            now: microseconds.
+            overlapped: it was planned while another one ran; only such steps tell.
         """
+        period, self._answered_at = now - self._answered_at, now
+        if not overlapped:
+            return
+        faded = self.overhead_us - self.overhead_us // _OVERHEAD_DECAY
+        self.overhead_us = max(faded, min(period - execute_us, execute_us))
         lead = execute_us if self._lead_us is None else self._lead_us
         if idle_us > _TOLERATED_IDLE_US + execute_us // _TOLERATED_SHARE:
             lead = max(lead * 3 // 2, lead + idle_us)

@@ -37,6 +37,9 @@ from services.scheduler.core.yielding import (
 _MAX_PASSED_OVER = 256
 """Waiting requests looked at and left in one step; bounds the time of `plan`."""
 
+_TARGET_RESERVE = 32
+"""This part of the time between tokens is left to their way to the client."""
+
 _MOST_STEPS_WITHOUT_PREFILL = 4
 """After so many steps whose decodes left no time for prefills, a block is computed all the same."""
 
@@ -254,6 +257,8 @@ class Planner:
         target = min(config.tpot_target_us or NO_TARGET, int(rows.tpot_target_us[decodes].min()))
         if target == NO_TARGET:
             return
+        # Streams see steps from answer to answer, and their tokens take a way of their own.
+        target = max(0, target - worker.pacing.overhead_us - target // _TARGET_RESERVE)
         shape = StepShape(
             tokens=decodes.size,
             rows=decodes.size,

@@ -85,7 +85,7 @@ class WorkerState:
         self.is_eos[list(spec.eos_token_ids)] = True
         self.due: int | None = None
         """When to plan the next step, microseconds; None: as soon as may be."""
-        self._pacing = Pacing()
+        self.pacing = Pacing()
         self.steps_without_prefill = 0
         """In a row, while prompts waited for computation and decodes left no time."""
         self._offsets: IntArray = np.arange(spec.block_size)
@@ -213,14 +213,14 @@ class WorkerState:
         shape = StepShape(tokens=step.num_tokens, rows=step.slots.size, context=step.context)
         predicted = self.step_time.predict_us(shape)
         if predicted is not None:
-            self.due = self._pacing.due(now, predicted)
+            self.due = self.pacing.due(now, predicted)
 
     def step_answered(self, step: OpenStep, execute_us: int, idle_us: int, now: int) -> None:
         """Learns how long a step took; the next open one starts."""
         shape = StepShape(tokens=step.num_tokens, rows=step.slots.size, context=step.context)
         self.step_time.observe(shape, execute_us)
-        if step.overlapped and execute_us > 0:
-            self._pacing.answered(execute_us, idle_us)
+        if execute_us > 0:
+            self.pacing.answered(execute_us, idle_us, now, overlapped=step.overlapped)
         if self.open:
             self.step_started(now)
 
