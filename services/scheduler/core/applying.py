@@ -139,8 +139,7 @@ class Application:
         beyond = computed - worker.rows.registered[slots] * size
         full = (beyond >= size).nonzero()[0]
         if full.size:
-            filled, upto = slots[full].tolist(), computed[full].tolist()
-            for slot, message in worker.register_filled(filled, upto):
+            for slot, message in worker.register_filled(slots[full], computed[full]):
                 self._faulty.append((worker.rows.request(slot), message))
 
     def _append(self, slots: IntArray, tokens: TokenArray) -> Events:

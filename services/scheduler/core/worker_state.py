@@ -151,58 +151,79 @@ class WorkerState:
             parent = self._hashing.block(parent, data[start : start + width])
             chain.append(parent)
 
-    def _extend_by(self, request: Request, block: bytes) -> None:
-        """Adds the digest of the next block to the request's chain."""
-        assert self._hashing is not None
-        known = len(request.chain)
-        parent = request.chain[known - 1] if known else self.root(request)
-        request.chain.append(self._hashing.block(parent, block))
-
-    def register_filled(self, slots: list[int], computed: list[int]) -> list[tuple[int, str]]:
-        """Makes the rows' full blocks below these computed tokens findable.
+    def register_filled(self, slots: IntArray, computed: IntArray) -> list[tuple[int, str]]:
+        """Makes the rows' full blocks below these computed tokens findable; each has one at least.
 
         Returns:
             Rows whose blocks cannot be hashed, and why; nothing of them is registered.
         """
         rows, size = self.rows, self.spec.block_size
-        blocks: list[IntArray] = []
-        digests: list[bytes] = []
-        parents: list[bytes] = []
-        tokens: list[TokenArray] = []
-        faulty: list[tuple[int, str]] = []
-        firsts = rows.registered[slots]
+        firsts, ends = rows.registered[slots], computed // size
         # The tokens of each row's next block in one gather: in decode that is all there is to hash.
         places = np.minimum(firsts[:, None] * size + self._offsets, rows.tokens.shape[1] - 1)
-        next_blocks = rows.tokens[np.array(slots)[:, None], places].astype("<u4", copy=False)
-        data, width = next_blocks.tobytes(), 4 * size
-        work = zip(slots, computed, firsts.tolist(), strict=True)
-        for place, (slot, end, first) in enumerate(work):
-            request, full = rows.request(slot), end // size
+        data = rows.tokens[slots[:, None], places].astype("<u4", copy=False).tobytes()
+        width = 4 * size
+        digests: list[bytes] = []
+        faulty: dict[int, str] = {}
+        work = zip(slots.tolist(), firsts.tolist(), ends.tolist(), strict=True)
+        for place, (slot, first, end) in enumerate(work):
+            next_block = data[place * width : (place + 1) * width]
             try:
-                if len(request.chain) == first:
-                    self._extend_by(request, data[place * width : (place + 1) * width])
-                if len(request.chain) < full:
-                    self.extend_hashes(request, rows.tokens[slot, : full * size])
-                digests.append(request.chain.between(first, full))
-                if self._partial:
-                    before = request.chain.between(first - 1, full - 1) if first else b""
-                    root = b"" if first else self.root(request) + request.chain.leading(full - 1)
-                    parents.append(before or root)
+                digests.append(self._digests(slot, first, end, next_block))
             except Exception as error:  # noqa: BLE001 - one request's fault must not end the step
-                faulty.append((slot, repr(error)))
-                continue
-            blocks.append(rows.blocks[slot, first:full])
-            if self._partial:
-                tokens.append(rows.tokens[slot, first * size : full * size].reshape(-1, size))
-            rows.registered[slot] = full
-        if blocks:
-            self.pool.register_all(
-                np.concatenate(blocks),
-                b"".join(digests),
-                parents=b"".join(parents),
-                tokens=np.concatenate(tokens) if tokens else None,
-            )
-        return faulty
+                faulty[slot] = repr(error)
+        if faulty:
+            good = ~np.isin(slots, list(faulty))
+            slots, firsts, ends = slots[good], firsts[good], ends[good]
+        if slots.size:
+            rows.registered[slots] = ends
+            blocks, parents, tokens = self._filled(slots, firsts, ends)
+            self.pool.register_all(blocks, b"".join(digests), parents=parents, tokens=tokens)
+        return list(faulty.items())
+
+    def _digests(self, slot: int, first: int, end: int, next_block: bytes) -> bytes:
+        """The digests of a row's blocks `first` to `end` - 1, made where they are not known.
+
+        Args:
+            slot: of the row.
+            first: its first block to register.
+            end: after its last one.
+            next_block: the tokens of block `first`, little-endian uint32.
+        """
+        assert self._hashing is not None
+        request = self.rows.request(slot)
+        chain = request.chain
+        known = len(chain)
+        if known == first:
+            parent = chain[known - 1] if known else self.root(request)
+            digest = self._hashing.block(parent, next_block)
+            chain.append(digest)
+            known += 1
+            if known == end:
+                return digest
+        if known < end:
+            self.extend_hashes(request, self.rows.tokens[slot, : end * self.spec.block_size])
+        return chain.between(first, end)
+
+    def _filled(
+        self, slots: IntArray, firsts: IntArray, ends: IntArray
+    ) -> tuple[IntArray, bytes, TokenArray | None]:
+        """These rows' blocks; with partial reuse also their parents' digests and their tokens."""
+        rows, size = self.rows, self.spec.block_size
+        if not self._partial and (ends - firsts == 1).all():
+            return rows.blocks[slots, firsts], b"", None
+        work = list(zip(slots.tolist(), firsts.tolist(), ends.tolist(), strict=True))
+        blocks = np.concatenate([rows.blocks[slot, first:end] for slot, first, end in work])
+        if not self._partial:
+            return blocks, b"", None
+        parents: list[bytes] = []
+        for slot, first, end in work:
+            request = rows.request(slot)
+            if not first:
+                parents.append(self.root(request))
+            parents.append(request.chain.between(max(first - 1, 0), end - 1))
+        tokens = [rows.tokens[slot, first * size : end * size] for slot, first, end in work]
+        return blocks, b"".join(parents), np.concatenate(tokens).reshape(-1, size)
 
     def step_started(self, now: int) -> None:
         """The oldest open step starts about now; decides when the one after it is due."""
