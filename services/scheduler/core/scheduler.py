@@ -14,7 +14,10 @@ from services.scheduler.core.admission import Backlog
 from services.scheduler.core.applying import Application, close_step, end_if_complete
 from services.scheduler.core.chain import DIGEST_BYTES, Chain, Hashing
 from services.scheduler.core.config import Config
+from services.scheduler.core.entrance import Entrance
+from services.scheduler.core.making import Surroundings
 from services.scheduler.core.order import WaitingQueue
+from services.scheduler.core.pin_board import PinBoard
 from services.scheduler.core.plan import (
     NO_TOKENS,
     AddRequest,
@@ -26,17 +29,15 @@ from services.scheduler.core.plan import (
     LinkFault,
     Loads,
     Pin,
-    Refusal,
     Refused,
     Stall,
     StepPlan,
     StepResult,
     WorkerSpec,
 )
-from services.scheduler.core.planning import Planner, Surroundings
+from services.scheduler.core.planning import Planner
 from services.scheduler.core.queue_model import QueueModel
 from services.scheduler.core.request import Request, Status
-from services.scheduler.core.step_time import StepShape
 from services.scheduler.core.targets import met_targets
 from services.scheduler.core.timers import Alarm, Timers
 from services.scheduler.core.worker_state import WorkerState
@@ -60,8 +61,11 @@ class Scheduler:
         self._backlog = Backlog(config)
         self._queue_model = QueueModel()
         self._timers = Timers()
-        self._pins: dict[str, Pin] = {}
         self._workers: dict[str, WorkerState] = {}
+        self._pins = PinBoard(self._workers)
+        self._entrance = Entrance(
+            config, self._waiting, self._backlog, self._queue_model, self._workers
+        )
         self._broken: dict[str, str] = {}
         self._blamed: Request | None = None
         """The request whose planning met the last fault."""
@@ -101,7 +105,12 @@ class Scheduler:
                 a bound of the queue or a quota is reached.
         """
         self._now = now
-        limit, live = self._checked(spec)
+        live = self._by_id.get(spec.request_id)
+        try:
+            limit = self._entrance.limit_of(spec, self._limits, live, now)
+        except Refused as error:
+            self._counters.refused += bool(error.refusal.retry_after_us)
+            raise
         ended = [] if live is None else [self._end(live, EndReason.REPLACED)]
         rank = self._waiting.rank(spec.priority_class)
         assert rank is not None
@@ -175,8 +184,7 @@ class Scheduler:
             for request in self._waiting:
                 request.chain.clear()
         self._chain = chain
-        for pin in self._pins.values():
-            worker.pool.pin(pin.hashes)
+        self._pins.attached(worker)
         self._refresh_limits()
         ended = self._check_queued()
         self._find_homeless(now)
@@ -225,7 +233,7 @@ class Scheduler:
             if getattr(config, name) != getattr(self._config, name):
                 raise ValueError(f"{name} cannot be changed while the scheduler runs")
         self._now = now
-        self._config = self._backlog.config = config
+        self._config = self._backlog.config = self._entrance.config = config
         for worker in self._workers.values():
             worker.configure(config)
         self._rebuild_queue()
@@ -241,30 +249,13 @@ class Scheduler:
             Refused: all pins together would name more blocks than pins may keep (PIN_LIMIT).
         """
         self._now = now
-        others = sum(len(one.hashes) for name, one in self._pins.items() if name != pin.name)
-        blocks = max((worker.pool.num_blocks for worker in self._workers.values()), default=0)
-        most = blocks * self._config.max_pinned_share // 1000
-        named = len(pin.hashes) // DIGEST_BYTES
-        left = most - others // DIGEST_BYTES
-        if named > left:
-            raise Refused(
-                Refusal(field="prompt", reason="PIN_LIMIT", limit=max(0, left), got=named)
-            )
-        self.unpin(pin.name, now)
-        self._pins[pin.name] = pin
-        for worker in self._workers.values():
-            worker.pool.pin(pin.hashes)
+        self._pins.add(pin, self._config.max_pinned_share)
         return self.cached_blocks(pin.hashes)
 
     def unpin(self, name: str, now: int) -> bool:
         """Lets a prefix go; False: there is no pin of that name."""
         self._now = now
-        pin = self._pins.pop(name, None)
-        if pin is None:
-            return False
-        for worker in self._workers.values():
-            worker.pool.unpin(pin.hashes)
-        return True
+        return self._pins.remove(name)
 
     def expire(self, now: int) -> Events:
         """Ends what has run out of time: deadlines, targets that cannot be met any more, the grace
@@ -279,9 +270,7 @@ class Scheduler:
             ended.append(self._end(self._by_handle[handle], EndReason.NO_WORKER))
         while (due := self._timers.pop(now)) is not None:
             ended.extend(self._ring(*due))
-        for pin in [one for one in self._pins.values() if one.expires is not None]:
-            if pin.expires is not None and pin.expires <= now:
-                self.unpin(pin.name, now)
+        self._pins.expire(now)
         return replace(NO_TOKENS, ended=tuple(ended))
 
     # Verbs
@@ -344,9 +333,11 @@ class Scheduler:
         instants = [
             since + self._config.worker_grace_us for since in list(self._homeless.values())[:1]
         ]
-        instants.extend(pin.expires for pin in self._pins.values() if pin.expires is not None)
-        if (alarm := self._timers.next()) is not None:
-            instants.append(alarm)
+        instants.extend(
+            instant
+            for instant in (self._pins.next_expiry(), self._timers.next())
+            if instant is not None
+        )
         if not self.is_idle:
             instants.extend(
                 worker.due
@@ -378,7 +369,7 @@ class Scheduler:
 
     def pins(self) -> tuple[Pin, ...]:
         """All pins, by name."""
-        return tuple(pin for _, pin in sorted(self._pins.items()))
+        return self._pins.pins()
 
     def cached_blocks(self, hashes: bytes) -> int:
         """How many of these hashes, back to back, some worker has cached."""
@@ -436,83 +427,6 @@ class Scheduler:
             for worker in self._workers.values():
                 kept = worker.pool.available + worker.pool.num_pinned
                 assert kept == worker.pool.num_blocks, "blocks leaked"
-
-    # Admission
-
-    def _checked(self, spec: AddRequest) -> tuple[int | None, Request | None]:
-        """Its limit, and the live request that it replaces.
-
-        Raises:
-            Refused: it cannot be taken, or not now.
-        """
-        if self._waiting.rank(spec.priority_class) is None:
-            raise Refused(
-                Refusal(
-                    field="request.scheduling.priority_class",
-                    reason="UNKNOWN_CLASS",
-                    limit=0,
-                    got=0,
-                )
-            )
-        limits = self._limits
-        limit = None if limits is None else admission.token_limit(spec, limits)
-        if spec.deadline is not None and spec.deadline <= self._now:
-            raise Refused(
-                Refusal(
-                    field="request.scheduling.deadline_ms",
-                    reason="DEADLINE",
-                    limit=0,
-                    got=self._now - spec.deadline,
-                )
-            )
-        live = self._by_id.get(spec.request_id)
-        if live is not None and spec.attempt <= live.spec.attempt:
-            raise Refused(
-                Refusal(
-                    field="request.attempt",
-                    reason="DUPLICATE",
-                    limit=live.spec.attempt + 1,
-                    got=spec.attempt,
-                )
-            )
-        # What was accepted once, here or by a scheduler that died, is not refused when it returns.
-        if live is None and not spec.attempt:
-            self._check_bounds(spec)
-        return limit, live
-
-    def _check_bounds(self, spec: AddRequest) -> None:
-        refusal = self._backlog.refusal(spec) or self._late(spec)
-        if refusal is not None:
-            self._counters.refused += 1
-            excess = refusal.got - refusal.limit if "TOKENS" in refusal.reason else 0
-            retry = self._queue_model.retry_after_us(max(excess, int(spec.prompt.size)))
-            raise Refused(replace(refusal, retry_after_us=retry))
-
-    def _late(self, spec: AddRequest) -> Refusal | None:
-        """The refusal of a request that asks for it where its TTFT target cannot be met."""
-        rank = self._waiting.rank(spec.priority_class)
-        assert rank is not None
-        target = spec.ttft_target_us or self._config.classes[rank].ttft_target_us
-        if not spec.shed_late or target is None:
-            return None
-        ahead = self._waiting.tokens_ahead(spec, rank)
-        wait = self._queue_model.wait_us(ahead) if ahead else 0
-        expected = (wait or 0) + self._service_us(spec)
-        if expected <= target:
-            return None
-        return Refusal(
-            field="request.scheduling.ttft_target_ms",
-            reason="TTFT_TARGET",
-            limit=target // 1000,
-            got=expected // 1000,
-        )
-
-    def _service_us(self, spec: AddRequest) -> int:
-        """How long its prefill takes at the least, as far as is known; microseconds."""
-        tokens = int(spec.prompt.size)
-        shape = StepShape(tokens=tokens, rows=1, context=tokens)
-        times = [worker.step_time.predict_us(shape) for worker in self._workers.values()]
-        return min((time for time in times if time is not None), default=0)
 
     # Ends
 
@@ -590,7 +504,9 @@ class Scheduler:
         assert request.ttft_target_us is not None
         latest = request.arrived + request.ttft_target_us
         return (
-            latest if request.status is Status.RUNNING else latest - self._service_us(request.spec)
+            latest
+            if request.status is Status.RUNNING
+            else latest - self._entrance.service_us(request.spec)
         )
 
     def _end_faulty(self, faulty: list[tuple[Request, str]]) -> None:
