@@ -140,6 +140,20 @@ def _steady(core: Scheduler, worker: _EchoWorker, spec: WorkerSpec) -> StepPlan:
         core.apply(spec.worker_id, worker.answer(plan), 0)
 
 
+def _row_counts(text: str) -> tuple[int, ...]:
+    counts = tuple(int(part) if part.isdecimal() else 0 for part in text.split(","))
+    if min(counts) < 1:
+        raise argparse.ArgumentTypeError(f"must be whole numbers >= 1 with commas, got {text!r}")
+    return counts
+
+
+def _step_count(text: str) -> int:
+    steps = int(text) if text.isdecimal() else 0
+    if steps < 10:
+        raise argparse.ArgumentTypeError(f"must be a whole number >= 10, got {text!r}")
+    return steps
+
+
 class SchedulerBench:
     """The subcommand."""
 
@@ -148,8 +162,18 @@ class SchedulerBench:
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
         """Adds the arguments."""
-        parser.add_argument("--rows", default="1,32,256,1024", help="row counts, comma separated")
-        parser.add_argument("--steps", type=int, default=400, help="steps timed per row count")
+        parser.add_argument(
+            "--rows",
+            type=_row_counts,
+            default=(1, 32, 256, 1024),
+            help="row counts, comma separated, each >= 1 (default: 1,32,256,1024)",
+        )
+        parser.add_argument(
+            "--steps",
+            type=_step_count,
+            default=400,
+            help="steps timed per row count, >= 10 (default: 400)",
+        )
         parser.add_argument(
             "--long-prompts",
             type=int,
@@ -172,8 +196,8 @@ class SchedulerBench:
         gc.collect()
         gc.freeze()
         costs = [
-            decode_cost(int(rows), steps=args.steps, prefix_caching=caching)
-            for rows in args.rows.split(",")
+            decode_cost(rows, steps=args.steps, prefix_caching=caching)
+            for rows in args.rows
             for caching in (True, False)
         ]
         table = Table(title="plan + apply, decode steady state")

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from quire.v1 import admin_pb2_grpc, info_pb2_grpc, token_pb2_grpc, worker_pb2_grpc
-from services.chassis.logs import configure_logs
+from services.chassis.logs import configure_logs, told
 from services.chassis.process import StartupError, run_process, settle_memory
 from services.chassis.server import GrpcServer
 from services.chassis.settings import parse
@@ -154,7 +154,7 @@ async def follow_readiness(loop: EngineLoop, server: GrpcServer, grace_s: float)
         if loop.limits is not None:
             stall = loop.stall()
             if stall is not None and loop.serving:
-                blocks = stall.request_id or "nobody's request"
+                blocks = told(stall.request_id) or "nobody's request"
                 log.error("nothing moves, and %s waits: %s", blocks, stall.reason)
             loop.serving = stall is None
             pause_s: float | None = min(_STALL_CHECK_S, loop.config.stall_timeout_us / 1e6)

@@ -76,12 +76,12 @@ _FAILED: Mapping[EndReason, tuple[type[ServiceError], str, str]] = MappingProxyT
 """Ends that are errors and carry nothing else."""
 
 _BOUNDS = {
-    "QUEUE_REQUESTS": "the queue holds at most so many requests:",
-    "QUEUE_TOKENS": "the queue holds at most so many prompt tokens:",
-    "TENANT_REQUESTS": "the tenant may have at most so many requests queued:",
-    "TENANT_TOKENS": "the tenant may have at most so many prompt tokens queued:",
-    "TENANT_LIVE": "the tenant may have at most so many live requests:",
-    "TTFT_TARGET": "its time to first token is to be at most so many milliseconds:",
+    "QUEUE_REQUESTS": "the queue is full: at most {limit} requests may wait, this would be {got}",
+    "QUEUE_TOKENS": "the queue is full: at most {limit} prompt tokens may wait, with this {got}",
+    "TENANT_REQUESTS": "at most {limit} requests of a tenant may wait, this would be {got}",
+    "TENANT_TOKENS": "at most {limit} prompt tokens of a tenant may wait, with this {got}",
+    "TENANT_LIVE": "a tenant may have at most {limit} requests at a time, this would be {got}",
+    "TTFT_TARGET": "its first token would come after {got} ms, its target is {limit} ms",
 }
 """What a refusal that may pass by itself is about."""
 
@@ -405,11 +405,12 @@ def refusal_error(refusal: Refusal) -> ServiceError:
     if refusal.reason == "DEADLINE":
         return DeadlineExceeded("the deadline had passed when it arrived", reason="DEADLINE")
     if refusal.reason in _BOUNDS:
+        retry_after_s = refusal.retry_after_us / 1e6
+        bound = _BOUNDS[refusal.reason].format(limit=refusal.limit, got=refusal.got)
         return Overloaded(
-            f"{refusal.field}: {_BOUNDS[refusal.reason]} {refusal.limit}, "
-            f"with this request {refusal.got}",
+            f"{refusal.field}: {bound}; try again in {retry_after_s:.1f} s",
             reason=refusal.reason,
-            retry_after_s=refusal.retry_after_us / 1e6,
+            retry_after_s=retry_after_s,
         )
     return InvalidArgument.joined([_invalid(one) for one in (refusal, *refusal.others)])
 
@@ -418,11 +419,15 @@ def _invalid(refusal: Refusal) -> InvalidArgument:
     limits = {
         "CONTEXT_LENGTH": "the context holds at most",
         "EXCEEDS_KV_CAPACITY": "the KV cache holds at most",
+        "EXCEEDS_QUEUE": "the bound of the queue leaves room for at most",
         "VOCABULARY": "the largest id of the vocabulary is",
     }
     if refusal.reason == "UNKNOWN_CLASS":
+        known = ", ".join(refusal.choices)
         return InvalidArgument(
-            refusal.field, "is not a priority class of this scheduler", reason=refusal.reason
+            refusal.field,
+            f"is no priority class of this scheduler; it has {known}",
+            reason=refusal.reason,
         )
     return InvalidArgument(
         refusal.field,

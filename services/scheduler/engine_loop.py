@@ -16,6 +16,7 @@ from typing import TypeVar
 import numpy as np
 
 from services.chassis.errors import AlreadyExists, FailedPrecondition, Unavailable
+from services.chassis.logs import told
 from services.scheduler import codec
 from services.scheduler.core.admission import token_limit
 from services.scheduler.core.config import Config
@@ -465,9 +466,11 @@ class EngineLoop:
         self._live[sink].discard(end.handle)
         outbox.put_end(stream, end)
         if end.reason is EndReason.FAILED:
-            log.error("request %s failed on its worker: %s", end.request_id, end.message)
+            name, message = told(end.request_id), told(end.message)
+            log.error("request %s failed on its worker: %s", name, message)
         elif end.reason is EndReason.FAULT:
-            log.error("request %s cannot be scheduled: %s", end.request_id, end.message)
+            name, message = told(end.request_id), told(end.message)
+            log.error("request %s cannot be scheduled: %s", name, message)
 
     def _lose(self, link: WorkerLink, reason: str, now: int) -> None:
         log.warning("worker %s lost: %s", link.spec.worker_id, reason)

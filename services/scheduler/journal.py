@@ -4,6 +4,7 @@ The event loop never waits for the disk. Where the file cannot be written, or no
 come, recording ends with an error in the log and a last entry that says so; serving goes on.
 """
 
+import errno
 import logging
 import os
 import threading
@@ -175,6 +176,8 @@ def clocks() -> tuple[int, int]:
 
 
 def _create(path: Path) -> tuple[Path, int]:
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     number = 0
     while True:
         free = path if not number else path.with_name(f"{path.name}.{number}")

@@ -125,7 +125,10 @@ def read_entry(stream: IO[bytes]) -> Entry | None:
 
 def _parse(kind: type[_M], stream: IO[bytes]) -> _M | None:
     # Any buffered stream will do, says the function; its annotation says BytesIO.
-    return parse_length_prefixed(kind, cast("io.BytesIO", stream))
+    try:
+        return parse_length_prefixed(kind, cast("io.BytesIO", stream))
+    except (OverflowError, MemoryError) as error:
+        raise ValueError("a length that no message has") from error
 
 
 # Entries

@@ -74,6 +74,8 @@ class ReplayCommand:
                 before = what_if(args.file, load, config, blocks=None)
                 after = what_if(args.file, load, changed, blocks=args.num_blocks)
                 print_what_if(console, summary, load, before, after)
+                for note in notes(summary, load, changed):
+                    console.print(f"note: {note}")
                 report |= {"simulated": before.as_dict(), "what_if": after.as_dict()}
         except codec.JournalError as error:
             raise CommandError(f"{args.file}: {error}") from error
@@ -105,6 +107,24 @@ def replayed(path: Path) -> tuple[Summary, str, Config]:
                 break
         summary = gatherer.finish(replay.core.loads().counters)
         return summary, file.remark if remark is None else remark, codec.config_of(file.header)
+
+
+def notes(summary: Summary, load: RecordedLoad, changed: Config) -> list[str]:
+    """What of the simulations is not as one might think."""
+    found: list[str] = []
+    if summary.configurations:
+        found.append(
+            f"the {summary.configurations} changes of the configuration during the recording are "
+            "left out of both simulations; they begin with the first one"
+        )
+    bounds = ("max_num_seqs", "max_num_batched_tokens")
+    for name in bounds:
+        asked = getattr(changed, name)
+        most = max((getattr(worker, name) for worker in load.workers), default=0)
+        if asked is not None and load.workers and asked > most:
+            flag = "--" + name.replace("_", "-")
+            found.append(f"{flag} {asked} counts as {most}, which the worker announced")
+    return found
 
 
 def changed_config(config: Config, args: argparse.Namespace) -> Config | None:

@@ -145,7 +145,7 @@ class Router:
         # Elsewhere its time to the first token would be counted from the beginning.
         if stream.work.scheduling.shed_late and code == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]:
             return False
-        stream.was_refused = True
+        stream.refused()
         return not self._stopping and self._move(stream, link)
 
     async def _changed(self, index: int, _serving: bool) -> None:

@@ -110,6 +110,11 @@ class TokenStream:
         """Whether nothing more is wanted from a scheduler."""
         return self._end is not None or self._error is not None
 
+    def refused(self) -> None:
+        """The scheduler did not take it: the next one is to check it as a new request."""
+        self.was_refused = True
+        self._submits -= 1
+
     def submission(self, stream_id: int) -> TokenWork:
         """What to submit now, under `stream_id`: the request with all tokens and the time left."""
         now = asyncio.get_running_loop().time()

@@ -124,6 +124,8 @@ class CoreModel:
             ("QUEUE_REQUESTS", config.max_queued_requests, len(queued) + 1),
             ("QUEUE_TOKENS", config.max_queued_tokens, size + _prompts(queued)),
         ):
+            if most is not None and reason.endswith("TOKENS") and size > most:
+                return "EXCEEDS_QUEUE", most
             if most is not None and count > most:
                 return reason, most
         return None
@@ -148,8 +150,8 @@ class CoreModel:
             target = spec.ttft_target_us or self._class(spec.priority_class).ttft_target_us
             assert target is not None
             assert refusal.limit == target // 1000
-        for_good = {"UNKNOWN_CLASS", "CONTEXT_LENGTH", "EXCEEDS_KV_CAPACITY", "DEADLINE"}
-        temporary = refusal.reason not in {*for_good, "DUPLICATE"}
+        for_good = {"UNKNOWN_CLASS", "CONTEXT_LENGTH", "EXCEEDS_KV_CAPACITY", "EXCEEDS_QUEUE"}
+        temporary = refusal.reason not in {*for_good, "DEADLINE", "DUPLICATE"}
         assert (refusal.retry_after_us > 0) is temporary
         self.refused += temporary
 

@@ -92,7 +92,6 @@ class KvWorker:
             ids = plan.new_block_ids[start : start + count].tolist()
             assert all(0 <= block < self.spec.num_blocks for block in ids)
             self._rows[slot].blocks += ids
-        self._copy(plan)
         self._check_digest(plan)
         self._copy(plan)
         counts, tokens, failures = [], [], []
@@ -114,29 +113,17 @@ class KvWorker:
 
     def _copy(self, plan: StepPlan) -> None:
         """Copies whole blocks; all are read before any is written, as on a real worker."""
-        size = self.spec.block_size
-        targets = plan.copied_to.tolist()
-        assert len(set(targets)) == len(targets), "two copies to one block"
-        read = [
-            [self._kv.get((source, place)) for place in range(size)]
-            for source in plan.copied_from.tolist()
-        ]
+        sources, targets = plan.copied_from.tolist(), plan.copied_to.tolist()
+        assert len(set(targets)) == len(targets) == len(sources)
+        assert not set(targets) & set(sources)
+        assert set(targets) <= set(plan.new_block_ids.tolist()), "a copy over a block in use"
+        places = range(self.spec.block_size)
+        read = [[self._kv.get((source, place)) for place in places] for source in sources]
         for target, histories in zip(targets, read, strict=True):
             for place, history in enumerate(histories):
                 self._kv.pop((target, place), None)
                 if history is not None:
                     self._kv[target, place] = history
-
-    def _copy(self, plan: StepPlan) -> None:
-        sources, targets = plan.copied_from.tolist(), plan.copied_to.tolist()
-        assert len(set(targets)) == len(targets) == len(sources)
-        assert not set(targets) & set(sources)
-        assert set(targets) <= set(plan.new_block_ids.tolist()), "a copy over a block in use"
-        for source, target in zip(sources, targets, strict=True):
-            for offset in range(self.spec.block_size):
-                self._kv.pop((target, offset), None)
-                if (source, offset) in self._kv:
-                    self._kv[target, offset] = self._kv[source, offset]
 
     def _compute(self, row: _Row, chunk: int) -> int | None:
         size = self.spec.block_size

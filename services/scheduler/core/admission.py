@@ -51,6 +51,8 @@ class Backlog:
             ("QUEUE_TOKENS", config.max_queued_tokens, self._all.tokens + size),
         )
         for reason, most, count in bounds:
+            if most is not None and reason.endswith("TOKENS") and size > most:
+                return Refusal(field="request.prompt", reason="EXCEEDS_QUEUE", limit=most, got=size)
             if most is not None and count > most:
                 of_tenant = reason.startswith("TENANT")
                 field = "request.scheduling.tenant" if of_tenant else "request"

@@ -57,7 +57,11 @@ class Entrance:
             Refused: it cannot be taken, or not now.
         """
         if self._waiting.rank(spec.priority_class) is None:
-            raise _refused("request.scheduling.priority_class", "UNKNOWN_CLASS")
+            names = tuple(one.name for one in self.config.classes)
+            field = "request.scheduling.priority_class"
+            raise Refused(
+                Refusal(field=field, reason="UNKNOWN_CLASS", limit=0, got=0, choices=names)
+            )
         limit = None if limits is None else admission.token_limit(spec, limits)
         if spec.deadline is not None and spec.deadline <= now:
             field = "request.scheduling.deadline_ms"
@@ -67,7 +71,7 @@ class Entrance:
             raise _refused("request.attempt", "DUPLICATE", limit=least, got=spec.attempt)
         # What was accepted once, here or by a scheduler that died, is not refused when it returns.
         if live is None and not spec.attempt:
-            self._check_bounds(spec)
+            self._check_bounds(spec, now)
         return limit
 
     def service_us(self, spec: AddRequest) -> int:
@@ -77,12 +81,17 @@ class Entrance:
         times = [worker.step_time.predict_us(shape) for worker in self._workers.values()]
         return min((time for time in times if time is not None), default=0)
 
-    def _check_bounds(self, spec: AddRequest) -> None:
+    def _check_bounds(self, spec: AddRequest, now: int) -> None:
         refusal = self._backlog.refusal(spec) or self._late(spec)
-        if refusal is not None:
-            excess = refusal.got - refusal.limit if "TOKENS" in refusal.reason else 0
-            retry = self._queue_model.retry_after_us(max(excess, int(spec.prompt.size)))
-            raise Refused(replace(refusal, retry_after_us=retry))
+        if refusal is None:
+            return
+        if refusal.reason == "EXCEEDS_QUEUE":
+            raise Refused(refusal)
+        excess = refusal.got - refusal.limit if "TOKENS" in refusal.reason else 0
+        # Whoever is next has waited so long and waits on: the queue is no faster than that.
+        waited = max((now - head.arrived for head in self._waiting.heads()), default=0)
+        retry = self._queue_model.retry_after_us(max(excess, int(spec.prompt.size)), waited)
+        raise Refused(replace(refusal, retry_after_us=retry))
 
     def _late(self, spec: AddRequest) -> Refusal | None:
         """The refusal of a request that asks for it where its TTFT target cannot be met."""

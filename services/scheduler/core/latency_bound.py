@@ -9,6 +9,9 @@ from services.scheduler.core.worker_state import WorkerState
 _TARGET_RESERVE = 32
 """This part of the time between tokens is left to their way to the client."""
 
+_EXTENSION = 4
+"""Where decodes alone take longer than they should, prefills get this part of their time."""
+
 _MOST_STEPS_WITHOUT_PREFILL = 4
 """After so many steps whose decodes left no time for prefills, a block is computed all the same."""
 
@@ -34,9 +37,15 @@ def prefill_bound(worker: WorkerState, decodes: IntArray, config: Config) -> int
         rows=decodes.size,
         context=int(worker.rows.computed[decodes].sum()) + decodes.size,
     )
-    most = worker.step_time.tokens_within(target, shape, _longest_prefill(worker))
+    context = _longest_prefill(worker)
+    most = worker.step_time.tokens_within(target, shape, context)
     if most is None:
         return None
+    alone = worker.step_time.predict_us(shape)
+    if not most and alone is not None and alone > target:
+        # No prefill could make these decodes meet it; so prompts get a part of the time on top.
+        extended = alone + alone // _EXTENSION + worker.step_time.margin_us
+        most = worker.step_time.tokens_within(extended, shape, context) or 0
     # A block every now and then, so that new prompts are never shut out.
     worker.steps_without_prefill += 1
     if most < 1 and worker.steps_without_prefill >= _MOST_STEPS_WITHOUT_PREFILL:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from services.scheduler.core.admission import Backlog
 from services.scheduler.core.config import Config, Policy
 from services.scheduler.core.draft import Draft
-from services.scheduler.core.order import WaitingQueue
+from services.scheduler.core.order import OUTPUT_COST, WaitingQueue
 from services.scheduler.core.plan import Counters
 from services.scheduler.core.prospects import Prospect, prospect_of
 from services.scheduler.core.queue_model import QueueModel
@@ -92,9 +92,21 @@ class Making:
         self.draft.drop(slot)
         self._room = self._standing = None
         self.around.counters.preemptions += 1
+        self._refund(slot)
         request = self.worker.requeue(slot)
         request.preemptions += 1
         self.around.waiting.push(request)
+
+    def _refund(self, slot: int) -> None:
+        """Gives back what a running request was charged for and has not had."""
+        rows, size = self.worker.rows, self.worker.spec.block_size
+        unplanned = int(rows.length[slot] - rows.computed[slot])
+        if unplanned > 1:
+            tokens = unplanned + OUTPUT_COST * size
+        else:
+            left = int(rows.num_blocks[slot]) * size - int(rows.computed[slot])
+            tokens = OUTPUT_COST * max(0, left)
+        self.around.waiting.charge(rows.request(slot), -tokens)
 
     def assess(self, request: Request) -> Prospect | None:
         """What its admission would take; None while an open step fills its next block.

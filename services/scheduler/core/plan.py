@@ -206,12 +206,13 @@ class Refusal:
 
     Args:
         field: path of the field at fault in the token-level message.
-        reason: CONTEXT_LENGTH, EXCEEDS_KV_CAPACITY, VOCABULARY, UNKNOWN_CLASS, DEADLINE or
-            DUPLICATE; or, where the same request may be taken later, QUEUE_REQUESTS, QUEUE_TOKENS,
-            TENANT_REQUESTS, TENANT_TOKENS, TENANT_LIVE or TTFT_TARGET.
+        reason: CONTEXT_LENGTH, EXCEEDS_KV_CAPACITY, EXCEEDS_QUEUE, VOCABULARY, UNKNOWN_CLASS,
+            DEADLINE or DUPLICATE; or, where the same request may be taken later, QUEUE_REQUESTS,
+            QUEUE_TOKENS, TENANT_REQUESTS, TENANT_TOKENS, TENANT_LIVE or TTFT_TARGET.
         limit: largest value that would be accepted.
         got: value received, or that it would come to.
         retry_after_us: when to try again, microseconds; 0: never.
+        choices: the names that would be accepted, of a field that is one.
         others: more fields at fault.
     """
 
@@ -220,6 +221,7 @@ class Refusal:
     limit: int
     got: int
     retry_after_us: int = 0
+    choices: tuple[str, ...] = ()
     others: "tuple[Refusal, ...]" = ()
 
 

@@ -59,12 +59,17 @@ class QueueModel:
             return None
         return -(-max(0, tokens_ahead) * self._waiting_us // self._tokens)
 
-    def retry_after_us(self, excess_tokens: int) -> int:
-        """When to come back if so many tokens have to leave the queue first, microseconds."""
+    def retry_after_us(self, excess_tokens: int, waited_us: int) -> int:
+        """When to come back, microseconds.
+
+        Args:
+            excess_tokens: have to leave the queue first.
+            waited_us: how long the next one in the queue has waited, which bounds its speed.
+        """
         wait = self.wait_us(excess_tokens)
         if wait is None:
-            return _RETRY_WITHOUT_DATA_US
-        return min(max(wait, _MIN_RETRY_US), _MAX_RETRY_US)
+            wait = _RETRY_WITHOUT_DATA_US
+        return min(max(wait, waited_us, _MIN_RETRY_US), _MAX_RETRY_US)
 
     def _forget(self, elapsed_us: int) -> None:
         """Both sums decay alike, by 1 / (1 + t) per step of t time constants.

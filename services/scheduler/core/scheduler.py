@@ -124,7 +124,7 @@ class Scheduler:
             output=spec.resumed.tolist(),
             chain=Chain(spec.prompt_hashes),
         )
-        if self.is_idle and not self._is_owed():
+        if not self._has_work():
             self._moved = now
         self._next_arrival += 1
         self._accepted += 1
@@ -313,17 +313,24 @@ class Scheduler:
         step = close_step(worker, result)
         self._moved = now
         worker.step_answered(step, result.execute_us, result.idle_us, now)
+        made: list[Ended] = []
+
+        def end(request: Request, reason: EndReason) -> Ended:
+            made.append(self._end(request, reason))
+            return made[-1]
+
         application = Application(
             worker,
             step,
             result,
             self._counters,
-            end=self._end,
+            end=end,
             first_token=self._first_token,
         )
         try:
             return application.events()
         except Exception as error:
+            self._unasked.extend(made)
             raise LinkFault(f"the result cannot be applied: {error!r}") from error
 
     def next_wakeup(self, now: int) -> int | None:
@@ -385,11 +392,12 @@ class Scheduler:
 
     def stall(self, now: int) -> Stall | None:
         """What blocks, where work waits and nothing has moved for the stated time."""
-        if not self._workers or (self.is_idle and not self._is_owed()):
+        if not self._workers or not self._has_work():
             return None
         if now - self._moved < self._config.stall_timeout_us:
             return None
-        return views.stall(list(self._workers.values()), self._waiting, self._moved)
+        homeless = self._homeless.keys()
+        return views.stall(list(self._workers.values()), self._waiting, homeless, self._moved)
 
     def loads(self) -> Loads:
         """Gauges and counters."""
@@ -452,7 +460,8 @@ class Scheduler:
         self._counters.shed += reason is EndReason.SHED
         retry = 0
         if reason is EndReason.SHED:
-            retry = self._queue_model.retry_after_us(request.prompt_len)
+            waited = self._now - request.arrived
+            retry = self._queue_model.retry_after_us(request.prompt_len, waited)
         return Ended(
             handle=spec.handle,
             request_id=spec.request_id,
@@ -547,9 +556,10 @@ class Scheduler:
 
     # Workers and queue
 
-    def _is_owed(self) -> bool:
-        """Whether some worker owes the answer to a step."""
-        return any(worker.open for worker in self._workers.values())
+    def _has_work(self) -> bool:
+        """Whether the attached workers have something to do, or owe an answer."""
+        owed = any(worker.open for worker in self._workers.values())
+        return owed or len(self._by_handle) > len(self._homeless)
 
     def _surroundings(self, worker: WorkerState) -> Surroundings:
         return Surroundings(

@@ -1,6 +1,7 @@
 """What the core shows of itself: gauges, counters, and what blocks. Reads only."""
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -64,12 +65,15 @@ def loads(
     )
 
 
-def stall(workers: Sequence[WorkerState], waiting: WaitingQueue, since: int) -> Stall | None:
+def stall(
+    workers: Sequence[WorkerState], waiting: WaitingQueue, homeless: Collection[int], since: int
+) -> Stall | None:
     """What blocks, given that nothing has moved since then.
 
     Args:
         workers: at least one.
         waiting: the queue.
+        homeless: handles of queued requests that wait for another worker than these.
         since: microseconds.
     """
     owing = [worker for worker in workers if worker.open]
@@ -82,7 +86,9 @@ def stall(workers: Sequence[WorkerState], waiting: WaitingQueue, since: int) -> 
             request_id = worker.rows.request(slot).spec.request_id
             return Stall(request_id=request_id, reason=reason, since=since)
         return Stall(request_id="", reason=reason, since=since)
-    for head in waiting.heads():
+    heads = [head for head in waiting.heads() if head.spec.handle not in homeless]
+    others = (one for one in waiting if one.spec.handle not in homeless)
+    for head in heads or itertools.islice(others, 1):
         needed = -(-(head.num_tokens + 1) // workers[0].spec.block_size)
         free = max(worker.pool.available for worker in workers)
         return Stall(

@@ -131,13 +131,18 @@ def test_retry_after_grows_with_the_queue() -> None:
     run.run(40)
     waiting = run.core.loads().waiting_tokens
     times = []
-    for most in (waiting, waiting * 3 // 4, waiting // 2, waiting // 8, 1):
+    for most in (waiting, waiting * 3 // 4, waiting // 2, waiting // 8, 200):
         run.core.configure(Config(max_num_seqs=4, max_queued_tokens=most), run.now)
         refusal = run.refusal(200, 4)
         assert refusal is not None
         assert (refusal.reason, refusal.limit) == ("QUEUE_TOKENS", most)
         assert refusal.got == waiting + 200
         times.append(refusal.retry_after_us)
+    run.core.configure(Config(max_queued_tokens=199), run.now)
+    refusal = run.refusal(200, 4)
+    assert refusal is not None
+    assert (refusal.reason, refusal.limit, refusal.got) == ("EXCEEDS_QUEUE", 199, 200)
+    assert refusal.retry_after_us == 0, "it can never be taken"
     assert times == sorted(times)
     assert 0 < times[0] < times[2] < times[4] <= 60_000_000
 

@@ -322,3 +322,19 @@ def test_a_request_without_a_limit_of_its_own_takes_what_the_next_worker_holds()
     fleet.run()
     assert fleet.ended == {0: EndReason.LENGTH}
     assert len(fleet.output[0]) == 8 * 4 + 1 - 10
+
+
+def test_who_waits_for_another_worker_is_no_stall() -> None:
+    fleet = Fleet()
+    fleet.attach("small", num_blocks=8)
+    fleet.attach("large")
+    fleet.add(0, [1] * 60, max_tokens=20)
+    fleet.lose("large")
+    timeout = fleet.core.config.stall_timeout_us
+    fleet.now = 10 * timeout
+    assert fleet.core.stall(fleet.now) is None, "nothing to do for the worker that is there"
+    fleet.add(1, [2, 3, 4], max_tokens=2)
+    assert fleet.core.stall(fleet.now) is None, "it has just come"
+    stall = fleet.core.stall(fleet.now + timeout)
+    assert stall is not None
+    assert stall.request_id == "1"

@@ -20,7 +20,7 @@ def draining(tokens: int, every_us: int, seconds: int, start: int = 0) -> tuple[
 def test_nothing_is_known_before_something_waited() -> None:
     model = QueueModel()
     assert model.wait_us(100) is None
-    assert model.retry_after_us(100) == SECOND
+    assert model.retry_after_us(100, 0) == SECOND
     model.admitted(500, 10)
     assert model.wait_us(100) is None, "how long it waited is not known"
 
@@ -29,7 +29,7 @@ def test_the_wait_is_the_tokens_ahead_at_the_rate_of_admission() -> None:
     model, _ = draining(200, 100_000, 20)
     assert model.wait_us(2000) == pytest.approx(SECOND, rel=0.001)
     assert model.wait_us(0) == 0
-    assert model.retry_after_us(10_000) == pytest.approx(5 * SECOND, rel=0.001)
+    assert model.retry_after_us(10_000, 0) == pytest.approx(5 * SECOND, rel=0.001)
 
 
 def test_time_without_waiting_is_no_slowness() -> None:
@@ -84,7 +84,7 @@ def test_one_long_wait_counts() -> None:
 @pytest.mark.parametrize(("tokens", "retry_us"), [(0, 100_000), (10**12, 60 * SECOND)])
 def test_nobody_is_told_to_return_at_once_or_never(tokens: int, retry_us: int) -> None:
     model, _ = draining(200, 100_000, 5)
-    assert model.retry_after_us(tokens) == retry_us
+    assert model.retry_after_us(tokens, 0) == retry_us
 
 
 events = st.lists(
@@ -112,4 +112,4 @@ def test_estimates_are_never_negative_and_grow_with_the_queue(
         assert known == sorted(known)
         assert len(known) == len(queued)
         assert known[0] >= 0
-    assert all(100_000 <= model.retry_after_us(tokens) <= 60 * SECOND for tokens in queued)
+    assert all(100_000 <= model.retry_after_us(tokens, 0) <= 60 * SECOND for tokens in queued)

@@ -45,7 +45,7 @@ def test_mixes_print_a_table_and_write_json_and_a_plot(
     assert code == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if "/16" in line]
     assert len(lines) == 8
-    assert [line.split()[5] for line in lines] == ["v0", "fair"] * 4
+    assert [line.split()[2] for line in lines] == ["v0", "fair"] * 4
     assert (tmp_path / "out.png").read_bytes().startswith(PNG)
     results = json.loads((tmp_path / "out.json").read_text())["results"]
     assert len(results) == 8
