@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from rich import box
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -135,7 +134,7 @@ class Mixes:
 def mixes_table(results: Sequence[Result], title: str) -> Table:
     """A line for each cell, v0 above ours."""
     # As wide as the smallest terminal: 80 columns.
-    table = Table(title=title, box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
+    table = Table(title=title, box=None, padding=(0, 1, 0, 0), pad_edge=False)
     headings = ["in/out", "clients", "policy", "tok/s", "TTFT s\np50", "\np99"]
     headings += ["TPOT ms\np50", "\np99", "KV\nheld", "\nfilled", "\npreempted"]
     for heading in headings:
