@@ -183,7 +183,17 @@ def test_every_cut_is_noticed_and_what_is_whole_is_read(tmp_path: Path) -> None:
     assert lengths == set(range(6))
 
 
-@pytest.mark.parametrize("data", [b"", b"\x00", b"hello, world\n" * 9, b"\xff" * 99, b"\x80"])
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\x00",
+        b"hello, world\n" * 9,
+        b"\xff" * 99,
+        b"\x80",
+        b"\xff" * 8 + b"\x7fabc",  # a length beyond any memory
+    ],
+)
 def test_what_is_no_journal_is_refused(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "j").write_bytes(data)
     with pytest.raises(codec.JournalError, match="this is no journal of a scheduler"):
