@@ -90,7 +90,15 @@ async def test_a_process_is_alive_before_it_can_serve(successor_model: Path) -> 
     ("name", "wanted"),
     [
         ("tokenizer", {TEXT_SERVICE}),
-        ("scheduler", {TOKEN_SERVICE, WORKER_LINK_SERVICE, "quire.v1.InfoService"}),
+        (
+            "scheduler",
+            {
+                TOKEN_SERVICE,
+                WORKER_LINK_SERVICE,
+                "quire.v1.InfoService",
+                "quire.v1.AdminService",
+            },
+        ),
         ("worker-0", {WORKER_LINK_SERVICE}),
     ],
 )
