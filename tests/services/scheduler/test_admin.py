@@ -405,7 +405,7 @@ async def test_queue_bounds_change(behind: Behind) -> None:
         async with asyncio.timeout(5):
             while (await behind.scheduler.loads()).waiting < 1:
                 await asyncio.sleep(0.01)
-        with refused("RESOURCE_EXHAUSTED", "at most so many requests: 1"):
+        with refused("RESOURCE_EXHAUSTED", "at most 1 requests may wait"):
             await behind.generate(3, 4)
         await behind.set(max_queued_requests=0)
         more = tasks.create_task(behind.generate(3, 4))
