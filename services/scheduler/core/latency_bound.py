@@ -6,7 +6,7 @@ from services.scheduler.core.rows import NO_TARGET
 from services.scheduler.core.step_time import StepShape
 from services.scheduler.core.worker_state import WorkerState
 
-_TARGET_RESERVE = 32
+_TARGET_RESERVE = 16
 """This part of the time between tokens is left to their way to the client."""
 
 _EXTENSION = 4
