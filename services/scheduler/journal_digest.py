@@ -92,7 +92,7 @@ def of_step(step: StepPlan | None, *, veiled: bool) -> Answer:
     if digest is not None:
         parts.append(digest.to_bytes(8, "little"))
     for row in step.new_rows:
-        parts.append(_row(row, veiled=veiled))  # noqa: PERF401  # mostly there is none
+        parts.append(_row(row, veiled=veiled))  # noqa: PERF401 - an append, since mostly there is no row
     return Answer(b"".join(parts), numbers)
 
 
@@ -112,7 +112,7 @@ def of_events(events: Events, *, veiled: bool, prefix: bytes = b"") -> Answer:
         parts.append(events.token_ids.tobytes())
     for end in events.ended:
         if veiled and end.stop_token_id is not None:
-            end = replace(end, stop_token_id=_VEILED_STOP)  # noqa: PLW2901  # the same end
+            end = replace(end, stop_token_id=_VEILED_STOP)  # noqa: PLW2901 - it stays the same end, with its token veiled
         parts.append(repr(end).encode())
     return Answer(b"".join(parts), (size, len(events.ended)))
 
