@@ -152,8 +152,9 @@ async def test_prompts_go_where_their_beginning_is_cached(pair: SchedulerPair) -
             async for _ in stub.Generate(token_pb2.TokenServiceGenerateRequest(request=request)):
                 pass
     assert await pair.accepted() == [start[0], start[1] + 40]
-    # Until the tokenizer is told, the first one gets them.
-    left = iter(beginnings)
+    # Until the tokenizer is told, the first one gets them. The newest go first: who is told of one
+    # of them is told of all before it.
+    left = reversed(beginnings)
     while (await pair.ask(next(left) + "And?")).usage.cached_tokens < 100:
         await asyncio.sleep(0.1)
     told = await pair.accepted()

@@ -39,7 +39,9 @@ def test_tokens_under_backlog_go_by_share(prompt: int, output: int, seats: int) 
     run = SimulatedRun(max_num_seqs=seats, ageing_us=1 << 40, **classes())
     run.run(100, lambda _: backlog(run, NAMES, prompt, output))
     before = [run.computed_tokens(cls=name) for name in NAMES]
-    run.run(500 if seats == 16 and prompt > 100 else 1500, lambda _: backlog(run, NAMES, prompt, output))
+    run.run(
+        500 if seats == 16 and prompt > 100 else 1500, lambda _: backlog(run, NAMES, prompt, output)
+    )
     spent = [run.computed_tokens(cls=name) - old for name, old in zip(NAMES, before, strict=True)]
     total = sum(spent)
     for share, tokens in zip((0.5, 0.3, 0.2), spent, strict=True):
