@@ -46,6 +46,11 @@ class Chain:
         """The digest of one block."""
         return bytes(self._digests[block * DIGEST_BYTES : (block + 1) * DIGEST_BYTES])
 
+    @property
+    def last(self) -> bytes:
+        """The digest of the last block that is known; empty where there is none."""
+        return bytes(self._digests[-DIGEST_BYTES:])
+
     def append(self, digest: bytes) -> None:
         """Adds the digest of the next block."""
         self._digests += digest

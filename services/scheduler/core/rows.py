@@ -24,7 +24,8 @@ class Rows:
         slots = spec.num_slots
         width = -(-spec.max_model_len // spec.block_size)
         # Zeros come from untouched pages: memory is used only as far as rows are written.
-        self.tokens: TokenArray = np.zeros((slots, spec.max_model_len), np.uint32)
+        self.token_blocks: TokenArray = np.zeros((slots, width, spec.block_size), np.uint32)
+        self.tokens: TokenArray = self.token_blocks.reshape(slots, width * spec.block_size)
         self.blocks: IntArray = np.zeros((slots, width), np.int64)
         self.num_blocks: IntArray = np.zeros(slots, np.int64)
         self.registered: IntArray = np.zeros(slots, np.int64)

@@ -88,7 +88,6 @@ class WorkerState:
         self.pacing = Pacing()
         self.steps_without_prefill = 0
         """In a row, while prompts waited for computation and decodes left no time."""
-        self._offsets: IntArray = np.arange(spec.block_size)
         self.ones: IntArray = np.ones(spec.max_num_seqs, np.int64)
         self.zeros: IntArray = np.zeros(spec.max_num_seqs, np.int64)
 
@@ -143,9 +142,8 @@ class WorkerState:
         """Completes the request's chain over the full blocks of its tokens so far."""
         assert self._hashing is not None
         size, chain = self.spec.block_size, request.chain
-        known = len(chain)
-        parent = chain[known - 1] if known else self.root(request)
-        data = slot_tokens[known * size :].astype("<u4", copy=False).tobytes()
+        parent = chain.last or self.root(request)
+        data = slot_tokens[len(chain) * size :].astype("<u4", copy=False).tobytes()
         width = 4 * size
         for start in range(0, len(data) - width + 1, width):
             parent = self._hashing.block(parent, data[start : start + width])
@@ -160,8 +158,7 @@ class WorkerState:
         rows, size = self.rows, self.spec.block_size
         firsts, ends = rows.registered[slots], computed // size
         # The tokens of each row's next block in one gather: in decode that is all there is to hash.
-        places = np.minimum(firsts[:, None] * size + self._offsets, rows.tokens.shape[1] - 1)
-        data = rows.tokens[slots[:, None], places].astype("<u4", copy=False).tobytes()
+        data = rows.token_blocks[slots, firsts].astype("<u4", copy=False).tobytes()
         width = 4 * size
         digests: list[bytes] = []
         faulty: dict[int, str] = {}
@@ -195,11 +192,9 @@ class WorkerState:
         chain = request.chain
         known = len(chain)
         if known == first:
-            parent = chain[known - 1] if known else self.root(request)
-            digest = self._hashing.block(parent, next_block)
+            digest = self._hashing.block(chain.last or self.root(request), next_block)
             chain.append(digest)
-            known += 1
-            if known == end:
+            if end == first + 1:
                 return digest
         if known < end:
             self.extend_hashes(request, self.rows.tokens[slot, : end * self.spec.block_size])
@@ -210,7 +205,7 @@ class WorkerState:
     ) -> tuple[IntArray, bytes, TokenArray | None]:
         """These rows' blocks; with partial reuse also their parents' digests and their tokens."""
         rows, size = self.rows, self.spec.block_size
-        if not self._partial and (ends - firsts == 1).all():
+        if not self._partial and not np.count_nonzero(ends - firsts - 1):
             return rows.blocks[slots, firsts], b"", None
         work = list(zip(slots.tolist(), firsts.tolist(), ends.tolist(), strict=True))
         blocks = np.concatenate([rows.blocks[slot, first:end] for slot, first, end in work])
