@@ -157,6 +157,9 @@ def parse_request(message: token_pb2.TokenRequest, *, mint_id: bool) -> TokenCal
     max_tokens = stopping.max_tokens if stopping.HasField("max_tokens") else None
     if max_tokens is not None and max_tokens < 1:
         wrong.add("request.stopping.max_tokens", f"must be >= 1, got {max_tokens}")
+    elif max_tokens is not None and resumed.size > max_tokens:
+        limit = f"must hold at most stopping.max_tokens = {max_tokens} ids, got {resumed.size}"
+        wrong.add("request.resumed", limit)
     num_stops = len(stopping.stop_token_ids)
     if num_stops > _MAX_STOP_TOKENS:
         limit = f"must hold at most {_MAX_STOP_TOKENS} ids, got {num_stops}"

@@ -88,15 +88,16 @@ class CoreModel:
             return unfit
         if spec.deadline is not None and spec.deadline <= now:
             return "DEADLINE", 0
-        same = [entry for entry in self.live if entry.spec.request_id == spec.request_id]
+        name = (spec.tenant, spec.request_id)
+        same = [one for one in self.live if (one.spec.tenant, one.spec.request_id) == name]
         if same:
             newest = same[0].spec.attempt
             return ("DUPLICATE", newest + 1) if spec.attempt <= newest else None
-        return None if spec.attempt else self._over_bounds(spec)
+        return self._over_bounds(spec)
 
     def _unfit(self, spec: AddRequest) -> tuple[str, int] | None:
-        if not self.workers:
-            return None
+        if not self.workers or spec.attempt:
+            return None  # where it returns it waits for a worker like the one that held it
         prompt = int(spec.prompt.size)
         room = max(self.workers.values(), key=lambda one: one.num_blocks)
         places = room.num_blocks * room.block_size + 1
@@ -117,16 +118,26 @@ class CoreModel:
         mine = [entry for entry in self.live if entry.spec.tenant == spec.tenant]
         queued = [entry for entry in self.live if not entry.was_admitted]
         own = [entry for entry in queued if entry.spec.tenant == spec.tenant]
-        for reason, most, count in (
-            ("TENANT_LIVE", policy.max_live_requests, len(mine) + 1),
-            ("TENANT_REQUESTS", policy.max_queued_requests, len(own) + 1),
-            ("TENANT_TOKENS", policy.max_queued_tokens, size + _prompts(own)),
-            ("QUEUE_REQUESTS", config.max_queued_requests, len(queued) + 1),
-            ("QUEUE_TOKENS", config.max_queued_tokens, size + _prompts(queued)),
+        factor, seats, places = 1, 0, 0
+        if spec.attempt:
+            if not self.workers:
+                return None
+            factor = 2
+            seats = sum(worker.max_num_seqs for worker in self.workers.values())
+            places = sum(one.num_blocks * one.block_size for one in self.workers.values())
+        for reason, bound, more, count in (
+            ("TENANT_LIVE", policy.max_live_requests, 0, len(mine) + 1),
+            ("TENANT_REQUESTS", policy.max_queued_requests, seats, len(own) + 1),
+            ("TENANT_TOKENS", policy.max_queued_tokens, places, size + _prompts(own)),
+            ("QUEUE_REQUESTS", config.max_queued_requests, seats, len(queued) + 1),
+            ("QUEUE_TOKENS", config.max_queued_tokens, places, size + _prompts(queued)),
         ):
-            if most is not None and reason.endswith("TOKENS") and size > most:
+            if bound is None:
+                continue
+            most = factor * bound + more
+            if reason.endswith("TOKENS") and size > most:
                 return "EXCEEDS_QUEUE", most
-            if most is not None and count > most:
+            if count > most:
                 return reason, most
         return None
 

@@ -1,10 +1,16 @@
 """What may enter: checks against the limits of the attached workers, and bounds of the queue."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
 from services.scheduler.core.config import Config
 from services.scheduler.core.plan import AddRequest, Limits, Refusal, Refused, WorkerSpec
+
+RETURNING_FACTOR = 2
+"""Bounds are so many times as wide for requests that return: both what waited at a scheduler that
+died and what waits here find room, and who only says that it returns is bounded all the same."""
+
+_TOO_LONG = frozenset({"CONTEXT_LENGTH", "EXCEEDS_KV_CAPACITY"})
 
 
 @dataclass(slots=True)
@@ -38,22 +44,40 @@ class Backlog:
         counts = sorted(self._by_tenant.items(), key=lambda item: (-item[1].live, item[0]))
         return [(name, count.live, count.requests) for name, count in counts[:most]]
 
-    def refusal(self, spec: AddRequest) -> Refusal | None:
-        """The bound that the request would break, without a time to try again; None: none."""
-        config = self.config
+    def refusal(self, spec: AddRequest, workers: Collection[WorkerSpec]) -> Refusal | None:
+        """The bound that the request would break, without a time to try again; None: none.
+
+        A request that returns (its attempt is above 0) was accepted once, here or by a scheduler
+        that died. Its bounds are wider, by RETURNING_FACTOR and by what ran and did not wait: the
+        seats and tokens of the workers. Without workers it has none.
+
+        Args:
+            spec: the request; no request of its id is live.
+            workers: attached ones.
+        """
+        config, factor, seats, tokens = self.config, 1, 0, 0
+        if spec.attempt:
+            if not workers:
+                return None
+            factor = RETURNING_FACTOR
+            seats = sum(worker.max_num_seqs for worker in workers)
+            tokens = sum(worker.num_blocks * worker.block_size for worker in workers)
         policy = dict(config.tenants).get(spec.tenant, config.other_tenants)
         own, size = self._by_tenant.get(spec.tenant, _Count()), int(spec.prompt.size)
         bounds = (
-            ("TENANT_LIVE", policy.max_live_requests, own.live + 1),
-            ("TENANT_REQUESTS", policy.max_queued_requests, own.requests + 1),
-            ("TENANT_TOKENS", policy.max_queued_tokens, own.tokens + size),
-            ("QUEUE_REQUESTS", config.max_queued_requests, self._all.requests + 1),
-            ("QUEUE_TOKENS", config.max_queued_tokens, self._all.tokens + size),
+            ("TENANT_LIVE", policy.max_live_requests, 0, own.live + 1),
+            ("TENANT_REQUESTS", policy.max_queued_requests, seats, own.requests + 1),
+            ("TENANT_TOKENS", policy.max_queued_tokens, tokens, own.tokens + size),
+            ("QUEUE_REQUESTS", config.max_queued_requests, seats, self._all.requests + 1),
+            ("QUEUE_TOKENS", config.max_queued_tokens, tokens, self._all.tokens + size),
         )
-        for reason, most, count in bounds:
-            if most is not None and reason.endswith("TOKENS") and size > most:
+        for reason, bound, more, count in bounds:
+            if bound is None:
+                continue
+            most = factor * bound + more
+            if reason.endswith("TOKENS") and size > most:
                 return Refusal(field="request.prompt", reason="EXCEEDS_QUEUE", limit=most, got=size)
-            if most is not None and count > most:
+            if count > most:
                 of_tenant = reason.startswith("TENANT")
                 field = "request.scheduling.tenant" if of_tenant else "request"
                 return Refusal(field=field, reason=reason, limit=most, got=count)
@@ -112,8 +136,12 @@ def tokens_held(spec: WorkerSpec) -> int:
     return min(spec.max_model_len, spec.num_blocks * spec.block_size + 1)
 
 
-def token_limit(request: AddRequest, limits: Limits) -> int:
+def token_limit(request: AddRequest, limits: Limits) -> int | None:
     """The most tokens in all, prompt included, that the request may reach.
+
+    Returns:
+        None where it is too long for these workers but returns, so that some worker has held it:
+        that one may attach next.
 
     Raises:
         Refused: it can never fit; carries the true limit.
@@ -121,6 +149,8 @@ def token_limit(request: AddRequest, limits: Limits) -> int:
     refusals = [*_outside_vocabulary(request, limits.vocab_size), *_too_long(request, limits)]
     if refusals:
         first, *others = refusals
+        if request.attempt and first.reason in _TOO_LONG:
+            return None
         raise Refused(replace(first, others=tuple(others)))
     limit = min(limits.max_model_len, limits.kv_capacity_tokens + 1)
     if request.max_tokens is None:
@@ -157,4 +187,10 @@ def _too_long(request: AddRequest, limits: Limits) -> Iterator[Refusal]:
         if request.max_tokens is not None and prompt + request.max_tokens > most:
             field, got = "request.stopping.max_tokens", request.max_tokens
             yield Refusal(field=field, reason=reason, limit=most - prompt, got=got)
+            return
+    resumed = int(request.resumed.size)
+    for reason, most in bounds:
+        if prompt + resumed > most:
+            field = "request.resumed"
+            yield Refusal(field=field, reason=reason, limit=most - prompt, got=resumed)
             return

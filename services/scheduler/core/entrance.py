@@ -45,7 +45,7 @@ class Entrance:
     def limit_of(
         self, spec: AddRequest, limits: Limits | None, live: Request | None, now: int
     ) -> int | None:
-        """The most tokens in all that the request may reach; None while no worker is attached.
+        """The most tokens in all that the request may reach; None while no worker can tell.
 
         Args:
             spec: the request.
@@ -69,8 +69,7 @@ class Entrance:
         if live is not None and spec.attempt <= live.spec.attempt:
             least = live.spec.attempt + 1
             raise _refused("request.attempt", "DUPLICATE", limit=least, got=spec.attempt)
-        # What was accepted once, here or by a scheduler that died, is not refused when it returns.
-        if live is None and not spec.attempt:
+        if live is None:
             self._check_bounds(spec, now)
         return limit
 
@@ -82,7 +81,8 @@ class Entrance:
         return min((time for time in times if time is not None), default=0)
 
     def _check_bounds(self, spec: AddRequest, now: int) -> None:
-        refusal = self._backlog.refusal(spec) or self._late(spec)
+        workers = [worker.spec for worker in self._workers.values()]
+        refusal = self._backlog.refusal(spec, workers) or self._late(spec)
         if refusal is None:
             return
         if refusal.reason == "EXCEEDS_QUEUE":
@@ -98,7 +98,8 @@ class Entrance:
         rank = self._waiting.rank(spec.priority_class)
         assert rank is not None
         target = spec.ttft_target_us or self.config.classes[rank].ttft_target_us
-        if not spec.shed_late or target is None:
+        # The first token of one that returns is not the first one.
+        if not spec.shed_late or target is None or spec.attempt:
             return None
         ahead = self._waiting.tokens_ahead(spec, rank)
         wait = self._queue_model.wait_us(ahead) if ahead else 0

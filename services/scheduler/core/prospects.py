@@ -39,7 +39,8 @@ class Prospect:
 
 def may_enter(request: Request, worker: WorkerState) -> bool:
     """Whether a waiting request can be admitted there, seats and blocks aside."""
-    assert request.limit is not None
+    if request.limit is None:
+        return False  # it returned, and is too long for every attached worker
     # Tokens of a preempted request that are still being sampled must come home first.
     return not request.in_flight and fits(request.limit, worker.spec)
 

@@ -70,7 +70,8 @@ class Scheduler:
         self._blamed: Request | None = None
         """The request whose planning met the last fault."""
         self._by_handle: dict[int, Request] = {}
-        self._by_id: dict[str, Request] = {}
+        self._by_id: dict[tuple[str, str], Request] = {}
+        """By tenant and request id: nobody meets the ids of others."""
         self._limits: Limits | None = None
         self._counters = Counters()
         self._next_arrival = 0
@@ -105,7 +106,7 @@ class Scheduler:
                 a bound of the queue or a quota is reached.
         """
         self._now = now
-        live = self._by_id.get(spec.request_id)
+        live = self._by_id.get((spec.tenant, spec.request_id))
         try:
             limit = self._entrance.limit_of(spec, self._limits, live, now)
         except Refused as error:
@@ -128,7 +129,7 @@ class Scheduler:
             self._moved = now
         self._next_arrival += 1
         self._accepted += 1
-        self._by_id[spec.request_id] = request
+        self._by_id[spec.tenant, spec.request_id] = request
         self._by_handle[spec.handle] = request
         self._backlog.accepted(spec)
         self._waiting.join(request)
@@ -136,7 +137,7 @@ class Scheduler:
         if spec.deadline is not None:
             self._timers.set(spec.deadline, Alarm.DEADLINE, request)
         self._watch_target(request)
-        if self._limits is None:
+        if self._limits is None or limit is None:
             self._homeless[spec.handle] = now
         else:
             ended.extend(end_if_complete(request, self._limits.eos_token_ids, self._end))
@@ -451,7 +452,7 @@ class Scheduler:
         spec = request.spec
         self._homeless.pop(spec.handle, None)
         del self._by_handle[spec.handle]
-        del self._by_id[spec.request_id]
+        del self._by_id[spec.tenant, spec.request_id]
         self._backlog.ended(spec, fresh=request.is_fresh)
         self._judge(request, reason, known - request.prompt_len)
         self._waiting.leave(request)
@@ -527,7 +528,7 @@ class Scheduler:
             self._unasked.append(replace(end, message=message))
 
     def _check_queued(self) -> list[Ended]:
-        """Fits queued requests that came before any worker did, and those that were to use all
+        """Fits queued requests that no worker before could hold, and those that were to use all
         that the workers of that time could hold.
         """
         limits = self._limits
@@ -543,7 +544,8 @@ class Scheduler:
                 end = self._end(request, EndReason.CANNOT_FIT)
                 ended.append(replace(end, refusal=error.refusal))
             else:
-                ended.extend(end_if_complete(request, limits.eos_token_ids, self._end))
+                if request.limit is not None:
+                    ended.extend(end_if_complete(request, limits.eos_token_ids, self._end))
         return ended
 
     def _cap(self, request: Request, limits: Limits) -> None:

@@ -1,5 +1,7 @@
 """Bounds of the queue and quotas: what is just allowed is taken, one more is refused."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -86,6 +88,94 @@ def test_what_returns_is_not_refused() -> None:
     (end,) = core.add(request(2, request_id="0", attempt=1), 0).ended
     assert (end.handle, end.reason) == (0, EndReason.REPLACED)
     assert core.loads().waiting == 2
+
+
+@pytest.mark.parametrize(
+    ("config", "reason", "limit"),
+    [
+        # Twice the bound and the four seats; twice the bound and the 64 tokens of the cache.
+        (Config(max_queued_requests=3), "QUEUE_REQUESTS", 10),
+        (Config(max_queued_tokens=12), "QUEUE_TOKENS", 88),
+        (Config(other_tenants=TenantPolicy(max_queued_requests=2)), "TENANT_REQUESTS", 8),
+        (Config(other_tenants=TenantPolicy(max_queued_tokens=4)), "TENANT_TOKENS", 72),
+        (Config(other_tenants=TenantPolicy(max_live_requests=3)), "TENANT_LIVE", 6),
+    ],
+)
+def test_who_says_that_it_returns_has_wider_bounds(config: Config, reason: str, limit: int) -> None:
+    core = Scheduler(config, SHA256)
+    core.attach(SPEC, 0)
+    taken = limit // 4 if "TOKENS" in reason else limit
+    for handle in range(taken):
+        core.add(request(handle, attempt=1), 0)
+    with pytest.raises(Refused) as refused:
+        core.add(request(taken, attempt=1), 0)
+    refusal = refused.value.refusal
+    assert (refusal.reason, refusal.limit) == (reason, limit)
+    assert refusal.retry_after_us > 0
+    core.check_invariants()
+
+
+def test_what_returns_waits_for_a_worker_like_the_one_that_held_it() -> None:
+    core = Scheduler(Config(worker_grace_us=1000, check_block_tables=True), SHA256)
+    resumed = np.full(12, 3, np.uint32)
+    # 44 tokens in all; and 16 so far, as many as there is place for.
+    core.add(request(0, attempt=1, max_tokens=40, resumed=resumed), 0)
+    core.add(request(1, attempt=1, max_tokens=None, resumed=resumed), 0)
+    small = replace(SPEC, num_blocks=3)
+    assert not core.attach(small, 10)[2].ended
+    # One that comes after the small worker waits as well; a new one is refused by the true limit.
+    core.add(request(2, attempt=1, max_tokens=40), 20)
+    with pytest.raises(Refused) as refused:
+        core.add(request(3, max_tokens=40), 20)
+    refusal = refused.value.refusal
+    assert (refusal.reason, refusal.limit) == ("EXCEEDS_KV_CAPACITY", 9)
+    assert core.plan("w", 20) is None
+    core.check_invariants()
+    worker = KvWorker(*core.attach(replace(SPEC, worker_id="large"), 30)[:2])
+    ends = {}
+    for _ in range(80):
+        step = core.plan("large", 30)
+        if step is not None:
+            worker.send(step)
+            ends |= {end.handle: end for end in core.apply("large", worker.step(), 30).ended}
+        core.check_invariants()
+    assert {end.reason for end in ends.values()} == {EndReason.LENGTH}
+    assert [ends[handle].completion_tokens for handle in range(3)] == [40, 60, 40]
+
+
+def test_what_returns_waits_for_the_grace_time() -> None:
+    core = Scheduler(Config(worker_grace_us=1000), SHA256)
+    core.attach(replace(SPEC, num_blocks=3), 0)
+    core.add(request(0, attempt=1, max_tokens=40), 20)
+    assert core.next_wakeup(20) == 1020
+    (end,) = core.expire(1020).ended
+    assert end.reason is EndReason.NO_WORKER
+    core.check_invariants()
+
+
+def test_tenants_do_not_meet_each_others_ids() -> None:
+    core = Scheduler(Config(), SHA256)
+    core.add(request(0, request_id="same", tenant="a"), 0)
+    assert not core.add(request(1, request_id="same", tenant="b", attempt=1), 0).ended
+    with pytest.raises(Refused) as refused:
+        core.add(request(2, request_id="same", tenant="b", attempt=1), 0)
+    assert refused.value.refusal.reason == "DUPLICATE"
+    assert core.abort(0, 0).ended
+    (end,) = core.add(request(3, request_id="same", tenant="b", attempt=2), 0).ended
+    assert (end.handle, end.reason) == (1, EndReason.REPLACED)
+    core.check_invariants()
+
+
+def test_more_resumed_tokens_than_there_is_place_for_are_refused() -> None:
+    core = Scheduler(Config(), SHA256)
+    core.attach(SPEC, 0)
+    resumed = np.full(61, 3, np.uint32)
+    with pytest.raises(Refused) as refused:
+        core.add(request(0, max_tokens=None, resumed=resumed), 0)
+    refusal = refused.value.refusal
+    assert (refusal.field, refusal.reason) == ("request.resumed", "CONTEXT_LENGTH")
+    assert (refusal.limit, refusal.got) == (60, 61)
+    assert core.add(request(1, max_tokens=None, resumed=resumed[1:]), 0).ended
 
 
 def test_a_block_that_cannot_be_hashed_ends_its_request_alone() -> None:

@@ -235,6 +235,27 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert old.end is not None
             assert old.end.reason is EndReason.REPLACED
 
+    @precondition(lambda self: self.model.ended)
+    @rule(data=st.data())
+    def come_back(self, data: st.DataObject) -> None:
+        """A request that ended without an answer comes again, as from a scheduler that died."""
+        entries = [one for one in self.model.entries.values() if one.end is not None]
+        old = data.draw(st.sampled_from(entries))
+        if old.end.reason in (EndReason.STOP, EndReason.LENGTH):
+            return
+        handle, before = self.next_handle, old.spec
+        self.submit(
+            replace(
+                before,
+                request_id=f"r{handle}",
+                handle=handle,
+                attempt=before.attempt + 1,
+                resumed=np.array(old.output, np.uint32),
+                sampling=replace(GREEDY, seed=handle),
+                deadline=None,
+            )
+        )
+
     @precondition(lambda self: self.model.entries)
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
