@@ -121,8 +121,10 @@ async def test_a_drain_finishes_what_runs_and_refuses_what_comes(
         serving(settings(folder, sockets)) as (client, stopping),
     ):
         await client.until_health_is(SERVING)
-        calls = [client.text.Generate(ask()) for _ in range(2)]
-        got = [await scheduler.next_submission() for _ in calls]
+        calls, got = [], []
+        for _ in range(2):  # one after the other, so that each is known by its place
+            calls.append(client.text.Generate(ask()))
+            got.append(await scheduler.next_submission())
         got[0].emit(*byte_ids(b"a"))
         assert (await calls[0].read()).text == "a"
         stopping.set()
