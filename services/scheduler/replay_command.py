@@ -13,6 +13,7 @@ from rich.table import Table
 from quire.cli.command import EXIT_FAILED, CommandError
 from services.scheduler import journal_codec as codec
 from services.scheduler.core.config import Config, Eviction, Policy
+from services.scheduler.core.plan import WORKER_LIMITS
 from services.scheduler.journal_file import JournalFile
 from services.scheduler.replay import Replay
 from services.scheduler.replay_summary import Gatherer, Summary
@@ -42,9 +43,14 @@ class ReplayCommand:
             ("--max-num-seqs", "most requests in one step"),
             ("--prefill-chunk-size", "most tokens of one request in one step"),
             ("--tpot-target", "wanted time between tokens, milliseconds"),
-            ("--num-blocks", "KV blocks of each worker"),
         ):
             changes.add_argument(flag, type=_count(flag), metavar="N", help=help_text)
+        changes.add_argument(
+            "--num-blocks",
+            type=_count("--num-blocks", WORKER_LIMITS["num_blocks"]),
+            metavar="N",
+            help="KV blocks of each worker",
+        )
         changes.add_argument(
             "--scheduling-policy",
             choices=[policy.value for policy in Policy],
@@ -81,6 +87,8 @@ class ReplayCommand:
             raise CommandError(f"{args.file}: {error}") from error
         except OSError as error:
             raise CommandError(f"{error.filename or args.file}: {error.strerror}") from error
+        except MemoryError as error:
+            raise CommandError(f"{args.file}: no memory for its workers' tables") from error
         if args.json is not None:
             _write(args.json, report)
         return EXIT_FAILED if summary.difference else 0
@@ -219,10 +227,11 @@ def _ends(ends: dict[str, int]) -> str:
     return ", ".join(f"{reason} {count}" for reason, count in sorted(ends.items()))
 
 
-def _count(flag: str) -> Callable[[str], int]:
+def _count(flag: str, most: int = _MOST) -> Callable[[str], int]:
     def count(text: str) -> int:
-        if not (text.isascii() and text.isdecimal() and 1 <= int(text) <= _MOST):
-            raise argparse.ArgumentTypeError(f"must be from 1 to {_MOST}, got {text!r}")
+        short = text.isascii() and text.isdecimal() and len(text) <= len(str(most))
+        if not (short and 1 <= int(text) <= most):
+            raise argparse.ArgumentTypeError(f"must be from 1 to {most}, got {text!r}")
         return int(text)
 
     count.__name__ = flag

@@ -3,31 +3,23 @@
 Everything that a worker says is checked here, as far as one message tells.
 """
 
-from types import MappingProxyType
-
 import numpy as np
 
 from quire.v1 import token_pb2, worker_pb2
 from services.chassis.errors import InvalidArgument
 from services.chassis.unknown_fields import refuse_unknown_fields
 from services.scheduler.codec import check_major, check_name, parse_column
-from services.scheduler.core.plan import RowFailure, StepPlan, StepResult, TokenArray, WorkerSpec
+from services.scheduler.core.plan import (
+    WORKER_LIMITS,
+    RowFailure,
+    StepPlan,
+    StepResult,
+    TokenArray,
+    WorkerSpec,
+)
 from services.scheduler.link_timings import StepTimings
 
 _MAX_EOS_TOKENS = 4096
-
-_REGISTER_LIMITS = MappingProxyType(
-    {
-        "block_size": 1 << 12,
-        "num_blocks": 1 << 24,
-        "max_num_seqs": 1 << 14,
-        "max_num_batched_tokens": 1 << 24,
-        "max_model_len": 1 << 24,
-        "vocab_size": 1 << 24,
-        "max_in_flight": 16,
-    }
-)
-"""Largest values a worker may announce; tables are sized by them."""
 
 
 def parse_register(message: worker_pb2.Register) -> tuple[WorkerSpec, str]:
@@ -41,7 +33,7 @@ def parse_register(message: worker_pb2.Register) -> tuple[WorkerSpec, str]:
         if not getattr(message, field):
             raise InvalidArgument(f"register.{field}", "must not be empty")
         check_name(getattr(message, field), f"register.{field}")
-    for field, most in _REGISTER_LIMITS.items():
+    for field, most in WORKER_LIMITS.items():
         got = getattr(message, field)
         if not 1 <= got <= most:
             raise InvalidArgument(f"register.{field}", f"must be from 1 to {most}, got {got}")

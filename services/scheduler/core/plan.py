@@ -6,6 +6,7 @@ int64, which numpy indexes by fastest.
 
 import enum
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
@@ -85,6 +86,20 @@ class Pin:
     name: str
     hashes: bytes
     expires: int | None
+
+
+WORKER_LIMITS = MappingProxyType(
+    {
+        "block_size": 1 << 12,
+        "num_blocks": 1 << 24,
+        "max_num_seqs": 1 << 14,
+        "max_num_batched_tokens": 1 << 24,
+        "max_model_len": 1 << 24,
+        "vocab_size": 1 << 24,
+        "max_in_flight": 16,
+    }
+)
+"""Largest values of a WorkerSpec; tables are sized by them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ They are the service's own settings, so that names, defaults, limits and message
 """
 
 import argparse
-from dataclasses import Field, fields
+from dataclasses import Field, fields, replace
 from typing import Any
 
 from quire.cli.command import UsageError
@@ -29,14 +29,24 @@ _CORE = (
     "time_wheel_slots",
     "partial_block_reuse",
 )
+_BOUNDS = ("max_queued_requests", "max_queued_tokens")
 _PREFIX = "core_"
 
 
-def add_core_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds them as a group of their own."""
+def add_core_flags(parser: argparse.ArgumentParser, *, is_queue_bounded: bool = True) -> None:
+    """Adds them as a group of their own.
+
+    Args:
+        parser: of the command.
+        is_queue_bounded: whether the bounds of the queue are the service's; else there are none
+            but those given.
+    """
+    parser.set_defaults(is_queue_bounded=is_queue_bounded)
     group = parser.add_argument_group("flags of quire-scheduler")
     for field in _settings():
         default = "" if field.default in (None, (), "") else f" (default: {_shown(field.default)})"
+        if field.name in _BOUNDS and not is_queue_bounded:
+            default = " (default: no bound)"
         flag = field.name.replace("_", "-")
         switch = isinstance(field.default, bool)
         group.add_argument(
@@ -62,9 +72,15 @@ def core_config(args: argparse.Namespace, prog: str) -> Config:
         for value in getattr(args, _PREFIX + field.name) or ()
     ]
     try:
-        return parse(Settings, prog=prog, argv=argv, env={}).core_config()
+        config = parse(Settings, prog=prog, argv=argv, env={}).core_config()
     except SettingsError as error:
         raise UsageError("; ".join(str(error).splitlines())) from error
+    if args.is_queue_bounded:
+        return config
+    unbounded: dict[str, Any] = {
+        name: None for name in _BOUNDS if not getattr(args, _PREFIX + name)
+    }
+    return replace(config, **unbounded)
 
 
 def _settings() -> list[Field[Any]]:

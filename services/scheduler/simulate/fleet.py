@@ -9,6 +9,7 @@ import heapq
 import multiprocessing
 import os
 import time
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
@@ -67,6 +68,7 @@ class Part:
         schedulers: it ran.
         completed: requests.
         output_tokens: of them.
+        ends: how many ended in which way, refusals included.
         most_live: requests, at one time.
         steps: of all its workers.
         duration_us: simulated time of the scheduler that took longest.
@@ -80,6 +82,7 @@ class Part:
     schedulers: int
     completed: int
     output_tokens: int
+    ends: Counter[str]
     most_live: int
     steps: int
     duration_us: int
@@ -97,6 +100,7 @@ class FleetReport:
     schedulers: int
     requests: int
     completed: int
+    ends: dict[str, int]
     most_live: int
     duration_s: float
     output_tokens_per_s: float
@@ -130,6 +134,7 @@ def run_part(fleet: Fleet, schedulers: Sequence[int]) -> Part:
         schedulers=len(schedulers),
         completed=sum(report.completed for report in reports),
         output_tokens=sum(report.output_tokens for report in reports),
+        ends=sum((Counter(report.ends) for report in reports), Counter()),
         most_live=most_live,
         steps=sum(report.steps for report in reports),
         duration_us=max(simulation.now for simulation in simulations),
@@ -164,6 +169,7 @@ def run_fleet(fleet: Fleet, processes: int) -> FleetReport:
         schedulers=fleet.schedulers,
         requests=fleet.requests,
         completed=completed,
+        ends=dict(sorted(sum((part.ends for part in parts), Counter()).items())),
         most_live=most_live,
         duration_s=seconds,
         output_tokens_per_s=sum(part.output_tokens for part in parts) / seconds,
@@ -232,7 +238,8 @@ class FleetCommand:
         parser.add_argument(
             "--policy", choices=POLICIES, default="fair", help="(default: %(default)s)"
         )
-        add_core_flags(parser)
+        # All requests are to be live at once.
+        add_core_flags(parser, is_queue_bounded=False)
         # No two prompts of a fleet share a beginning, so a prefix cache would only take its time.
         parser.set_defaults(core_enable_prefix_caching=["false"])
 
@@ -265,6 +272,7 @@ def _table(fleet: Fleet, report: FleetReport) -> Table:
     peaks = ", ".join(mebibytes(peak) for peak in report.peak_bytes)
     for name, text in (
         ("requests completed of all", f"{report.completed} / {report.requests}"),
+        ("ends", ", ".join(f"{end} {count}" for end, count in report.ends.items())),
         ("live at once at most", str(report.most_live)),
         ("simulated time", f"{report.duration_s:.1f} s"),
         ("output tokens / s", f"{report.output_tokens_per_s:.0f}"),

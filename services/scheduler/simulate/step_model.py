@@ -1,15 +1,15 @@
 """How long a worker computes a step, and what it holds: a small YAML file, and its frozen value."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml
 
 from quire.cli.command import CommandError
-from services.scheduler.core.plan import WorkerSpec
+from services.scheduler.core.plan import WORKER_LIMITS, WorkerSpec
 
 SHIPPED = Path(__file__).parent / "models"
 """Folder of the models that come with the package."""
@@ -18,9 +18,18 @@ EOS_TOKEN = 2
 VOCAB_SIZE = 32_000
 
 _TIMES = ("base_us", "per_token_us", "per_row_us", "per_context_us")
-_SIZES = ("blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len")
+_MOST_US = 1 << 31
+_MOST_BITS_SHOWN = 256
+_SIZES = MappingProxyType(
+    {
+        "blocks": WORKER_LIMITS["num_blocks"],
+        **{
+            name: WORKER_LIMITS[name]
+            for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len")
+        },
+    }
+)
 _FIELDS = ("name", *_TIMES, *_SIZES, "sources")
-_MOST = 1 << 31
 
 
 class InputError(CommandError):
@@ -106,7 +115,8 @@ def load_model(name: str) -> StepModel:
         raise InputError(f"--model {name}: {reason} (shipped: {known}; or a YAML file)") from error
     try:
         content = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        # ValueError: of a date or a number that there is not.
         raise InputError(f"{path}: not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(content, Mapping):
         raise InputError(f"{path}: must be a mapping of fields, got {type(content).__name__}")
@@ -127,12 +137,14 @@ def model_from(content: Mapping[str, Any], where: str) -> StepModel:
         raise InputError(f"{where}: {', '.join(missing)}: missing")
     if not isinstance(content["name"], str) or not content["name"]:
         raise InputError(f"{where}: name: must be a text, got {content['name']!r}")
+    if not is_unicode(content["name"]):
+        raise InputError(f"{where}: name: is no Unicode text")
     sources = content.get("sources") or []
     if not isinstance(sources, list) or not all(isinstance(text, str) for text in sources):
         raise InputError(f"{where}: sources: must be a list of texts")
     values: dict[str, Any] = {
         **{field: _time(content[field], f"{where}: {field}") for field in _TIMES},
-        **{field: _size(content[field], f"{where}: {field}") for field in _SIZES},
+        **{name: _size(content[name], most, f"{where}: {name}") for name, most in _SIZES.items()},
     }
     if not any(values[field] for field in _TIMES):
         raise InputError(f"{where}: {', '.join(_TIMES)}: one of them must be above 0")
@@ -156,14 +168,30 @@ def write_model(model: StepModel, path: Path) -> None:
 def _time(value: Any, where: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise InputError(f"{where}: must be a number of microseconds, got {value!r}")
-    if not math.isfinite(value) or not 0 <= value <= _MOST:
-        raise InputError(f"{where}: must be between 0 and {_MOST}, got {value}")
+    if not 0 <= value <= _MOST_US:
+        raise InputError(f"{where}: must be between 0 and {_MOST_US}, got {shown(value)}")
     return float(value)
 
 
-def _size(value: Any, where: str) -> int:
+def _size(value: Any, most: int, where: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise InputError(f"{where}: must be a whole number, got {value!r}")
-    if not 1 <= value <= _MOST:
-        raise InputError(f"{where}: must be between 1 and {_MOST}, got {value}")
+    if not 1 <= value <= most:
+        raise InputError(f"{where}: must be between 1 and {most}, got {shown(value)}")
     return value
+
+
+def shown(number: float) -> str:
+    """A number as text; of one that is too long for that, how long it is."""
+    if isinstance(number, int) and number.bit_length() > _MOST_BITS_SHOWN:
+        return f"a number of {number.bit_length()} bits"
+    return str(number)
+
+
+def is_unicode(text: str) -> bool:
+    """Whether it can be written as UTF-8: it has no half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from services.scheduler.simulate.load import Arrival
-from services.scheduler.simulate.step_model import InputError
+from services.scheduler.simulate.step_model import InputError, is_unicode, shown
 
 _NEEDED = ("at", "prompt_tokens", "output_tokens")
 _FIELDS = (*_NEEDED, "max_tokens", "class", "tenant", "session", "shared_tokens")
@@ -92,6 +92,8 @@ def _lines(path: Path, file: TextIO) -> Iterator[tuple[int, Mapping[str, Any]]]:
             fields = json.loads(line)
         except json.JSONDecodeError as error:
             raise InputError(f"{path}, line {number}: not JSON: {error.msg}") from error
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"{path}, line {number}: {error}") from error
         if not isinstance(fields, dict):
             raise InputError(f"{path}, line {number}: must be an object")
         yield number, fields
@@ -134,10 +136,11 @@ def _arrival(fields: Mapping[str, Any], where: str) -> Arrival:
 def _micros(value: Any, where: str) -> int:
     try:
         seconds = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         seconds = math.nan
     if not 0 <= seconds <= _MOST_SECONDS:
-        raise InputError(f"{where}: at: must be seconds from 0 to {_MOST_SECONDS:.0f}, got {value}")
+        got = shown(value) if isinstance(value, int) else value
+        raise InputError(f"{where}: at: must be seconds from 0 to {_MOST_SECONDS:.0f}, got {got}")
     return round(seconds * 1e6)
 
 
@@ -148,7 +151,8 @@ def _count(fields: Mapping[str, Any], field: str, where: str) -> int | None:
     text = value if isinstance(value, str) else json.dumps(value)
     count = int(text) if text.isdecimal() and len(text) < 12 else 0
     if not 1 <= count <= _MOST_TOKENS:
-        raise InputError(f"{where}: {field}: must be from 1 to {_MOST_TOKENS}, got {value}")
+        got = shown(value) if isinstance(value, int) else value
+        raise InputError(f"{where}: {field}: must be from 1 to {_MOST_TOKENS}, got {got}")
     return count
 
 
@@ -156,4 +160,6 @@ def _text(fields: Mapping[str, Any], field: str, where: str) -> str:
     value = fields.get(field, "")
     if not isinstance(value, str):
         raise InputError(f"{where}: {field}: must be a text, got {value!r}")
+    if not is_unicode(value):
+        raise InputError(f"{where}: {field}: is no Unicode text")
     return value

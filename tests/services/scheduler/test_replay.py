@@ -248,6 +248,7 @@ def test_a_file_that_is_none_is_one_line(
     [
         (["--max-num-seqs", "0"], "--max-num-seqs: must be from 1 to"),
         (["--num-blocks", "x"], "--num-blocks: must be from 1 to"),
+        (["--num-blocks", "16777217"], "--num-blocks: must be from 1 to 16777216"),
         (["--scheduling-policy", "best"], "invalid choice: 'best'"),
     ],
 )

@@ -143,6 +143,30 @@ def test_a_fleet_reports_what_it_cost(
     assert len(report["peak_bytes"]) == 1
 
 
+def test_a_fleet_bounds_its_queues_only_where_it_is_asked_to(
+    tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # More than a scheduler lets wait by default.
+    size = ("--requests", "9000", "--prompt-tokens", "1", "--output-tokens", "1")
+    fleet = (
+        "fleet",
+        "--model",
+        model,
+        "--schedulers",
+        "1",
+        *size,
+        "--json",
+        f"{tmp_path}/out.json",
+    )
+    assert simulate(*fleet) == 0
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert (report["most_live"], report["ends"]) == (9000, {"length": 9000})
+    assert simulate(*fleet, "--max-queued-requests", "1000") == 0
+    assert "refused: QUEUE_REQUESTS 8000" in capsys.readouterr().out
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert report["ends"] == {"length": 1000, "refused: QUEUE_REQUESTS": 8000}
+
+
 def test_a_short_soak_prints_memory_over_time(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

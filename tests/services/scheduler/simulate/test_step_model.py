@@ -71,9 +71,16 @@ def test_the_70b_model_says_what_was_published() -> None:
         ("base_us: fast", "base_us: must be a number of microseconds, got 'fast'"),
         ("base_us: .nan", "base_us: must be between 0 and 2147483648, got nan"),
         ("base_us: true", "base_us: must be a number of microseconds, got True"),
-        ("blocks: 0", "blocks: must be between 1 and 2147483648, got 0"),
+        (f"base_us: 0x{'f' * 100}", "base_us: must be between 0 and 2147483648, got a number of"),
+        (
+            f"blocks: 0x{'f' * 5000}",
+            "blocks: must be between 1 and 16777216, got a number of 20000",
+        ),
+        ("blocks: 0", "blocks: must be between 1 and 16777216, got 0"),
+        ("max_num_seqs: 20000", "max_num_seqs: must be between 1 and 16384, got 20000"),
         ("blocks: 1.5", "blocks: must be a whole number, got 1.5"),
         ("name: 7", "name: must be a text, got 7"),
+        (r'name: "\ud800"', "name: is no Unicode text"),
         ("sources: here", "sources: must be a list of texts"),
         ("speed: 9", "speed: no such field"),
     ],
@@ -104,7 +111,14 @@ def test_a_model_whose_steps_take_no_time_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "wrong"), [("a: [", "not YAML"), ("- 1", "must be a mapping of fields, got list")]
+    ("text", "wrong"),
+    [
+        ("a: [", "not YAML"),
+        ("[" * 3000, "not YAML"),
+        (f"base_us: {'9' * 5000}", "not YAML"),
+        ("base_us: 2001-99-99", "not YAML"),
+        ("- 1", "must be a mapping of fields, got list"),
+    ],
 )
 def test_what_is_no_mapping_is_refused(tmp_path: Path, text: str, wrong: str) -> None:
     path = tmp_path / "bad.yaml"

@@ -54,6 +54,16 @@ def test_a_checked_trace_tells_how_long_its_requests_may_get(tmp_path: Path) -> 
             ['{"at": 0, "prompt_tokens": 0, "output_tokens": 1}'],
             "line 1: prompt_tokens: must be from 1 to 16777216, got 0",
         ),
+        (["{" + f'"at": {"9" * 5000}' + "}"], "line 1: Exceeds the limit"),
+        (["{" + '"at": ' + "[" * 100_000], "line 1: maximum recursion depth"),
+        (
+            ["{" + f'"at": {"9" * 400}, "prompt_tokens": 1, "output_tokens": 1' + "}"],
+            "line 1: at: must be seconds from 0 to 1000000000, got a number of 1329 bits",
+        ),
+        (
+            [r'{"at": 0, "prompt_tokens": 1, "output_tokens": 1, "class": "\ud800"}'],
+            "line 1: class: is no Unicode text",
+        ),
         (
             ['{"at": 0, "prompt_tokens": 1.5, "output_tokens": 1}'],
             "line 1: prompt_tokens: must be from 1 to 16777216, got 1.5",
