@@ -261,3 +261,19 @@ def test_decisions_are_the_same_for_the_same_inputs() -> None:
             bench.add(handle, [handle % 3] * (handle + 1), 5 + handle)
         logs.append(bench.run())
     assert logs[0] == logs[1]
+
+
+@pytest.mark.parametrize(("length", "log"), [(5, "1:1 2:5"), (9, "1:1")])
+def test_who_comes_in_leaves_room_for_the_next_blocks_of_those_that_run(
+    length: int, log: str
+) -> None:
+    """Of five blocks the first request holds two and is to get one: two are left for others."""
+    bench = Bench(num_blocks=5)
+    bench.add(1, [1, 2, 3, 4, 5, 6], 10)
+    bench.step()
+    bench.add(2, list(range(50, 50 + length)), 4)
+    bench.step()
+    assert bench.log[-1] == log
+    bench.run()
+    assert bench.ended == {1: EndReason.LENGTH, 2: EndReason.LENGTH}
+    assert bench.core.loads().counters.preemptions == 0
