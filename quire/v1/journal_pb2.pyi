@@ -26,7 +26,7 @@ JOURNAL_CLOSE_REASON_STOPPED: JournalCloseReason
 JOURNAL_CLOSE_REASON_FAILED: JournalCloseReason
 
 class JournalHeader(_message.Message):
-    __slots__ = ("magic", "version", "quire_version", "mode", "config_json", "prefix_hash", "hash_key", "digest_bytes", "started_unix_us", "started")
+    __slots__ = ("magic", "version", "quire_version", "mode", "config_json", "prefix_hash", "hash_key", "digest_bytes", "started_unix_us", "started", "checksum")
     MAGIC_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     QUIRE_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -37,6 +37,7 @@ class JournalHeader(_message.Message):
     DIGEST_BYTES_FIELD_NUMBER: _ClassVar[int]
     STARTED_UNIX_US_FIELD_NUMBER: _ClassVar[int]
     STARTED_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     magic: str
     version: int
     quire_version: str
@@ -47,10 +48,11 @@ class JournalHeader(_message.Message):
     digest_bytes: int
     started_unix_us: int
     started: int
-    def __init__(self, magic: _Optional[str] = ..., version: _Optional[int] = ..., quire_version: _Optional[str] = ..., mode: _Optional[_Union[JournalMode, str]] = ..., config_json: _Optional[str] = ..., prefix_hash: _Optional[str] = ..., hash_key: _Optional[bytes] = ..., digest_bytes: _Optional[int] = ..., started_unix_us: _Optional[int] = ..., started: _Optional[int] = ...) -> None: ...
+    checksum: int
+    def __init__(self, magic: _Optional[str] = ..., version: _Optional[int] = ..., quire_version: _Optional[str] = ..., mode: _Optional[_Union[JournalMode, str]] = ..., config_json: _Optional[str] = ..., prefix_hash: _Optional[str] = ..., hash_key: _Optional[bytes] = ..., digest_bytes: _Optional[int] = ..., started_unix_us: _Optional[int] = ..., started: _Optional[int] = ..., checksum: _Optional[int] = ...) -> None: ...
 
 class JournalEntry(_message.Message):
-    __slots__ = ("now", "decision", "summary", "ended", "error", "block_hashes", "add", "abort", "finish", "attach", "lost", "configure_json", "pin", "unpin", "expire", "plan", "apply", "close")
+    __slots__ = ("now", "decision", "summary", "ended", "error", "block_hashes", "add", "abort", "finish", "attach", "lost", "configure_json", "pin", "unpin", "expire", "plan", "apply", "close", "checksum")
     NOW_FIELD_NUMBER: _ClassVar[int]
     DECISION_FIELD_NUMBER: _ClassVar[int]
     SUMMARY_FIELD_NUMBER: _ClassVar[int]
@@ -69,6 +71,7 @@ class JournalEntry(_message.Message):
     PLAN_FIELD_NUMBER: _ClassVar[int]
     APPLY_FIELD_NUMBER: _ClassVar[int]
     CLOSE_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     now: int
     decision: int
     summary: _containers.RepeatedScalarFieldContainer[int]
@@ -87,7 +90,8 @@ class JournalEntry(_message.Message):
     plan: str
     apply: JournalApply
     close: JournalClose
-    def __init__(self, now: _Optional[int] = ..., decision: _Optional[int] = ..., summary: _Optional[_Iterable[int]] = ..., ended: _Optional[_Iterable[_Union[JournalEnd, _Mapping]]] = ..., error: _Optional[str] = ..., block_hashes: _Optional[bytes] = ..., add: _Optional[_Union[JournalAdd, _Mapping]] = ..., abort: _Optional[int] = ..., finish: _Optional[_Union[JournalFinish, _Mapping]] = ..., attach: _Optional[_Union[JournalAttach, _Mapping]] = ..., lost: _Optional[str] = ..., configure_json: _Optional[str] = ..., pin: _Optional[_Union[JournalPin, _Mapping]] = ..., unpin: _Optional[str] = ..., expire: _Optional[_Union[JournalExpire, _Mapping]] = ..., plan: _Optional[str] = ..., apply: _Optional[_Union[JournalApply, _Mapping]] = ..., close: _Optional[_Union[JournalClose, _Mapping]] = ...) -> None: ...
+    checksum: int
+    def __init__(self, now: _Optional[int] = ..., decision: _Optional[int] = ..., summary: _Optional[_Iterable[int]] = ..., ended: _Optional[_Iterable[_Union[JournalEnd, _Mapping]]] = ..., error: _Optional[str] = ..., block_hashes: _Optional[bytes] = ..., add: _Optional[_Union[JournalAdd, _Mapping]] = ..., abort: _Optional[int] = ..., finish: _Optional[_Union[JournalFinish, _Mapping]] = ..., attach: _Optional[_Union[JournalAttach, _Mapping]] = ..., lost: _Optional[str] = ..., configure_json: _Optional[str] = ..., pin: _Optional[_Union[JournalPin, _Mapping]] = ..., unpin: _Optional[str] = ..., expire: _Optional[_Union[JournalExpire, _Mapping]] = ..., plan: _Optional[str] = ..., apply: _Optional[_Union[JournalApply, _Mapping]] = ..., close: _Optional[_Union[JournalClose, _Mapping]] = ..., checksum: _Optional[int] = ...) -> None: ...
 
 class JournalTokens(_message.Message):
     __slots__ = ("packed", "size", "places", "ids", "neutral")

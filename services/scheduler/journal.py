@@ -132,7 +132,7 @@ class Journal:
         data = bytearray()
         ends = []
         for message in messages:
-            payload = message.SerializeToString()
+            payload = codec.payload_of(message)
             data += _size_prefix(len(payload))
             data += payload
             ends.append(len(data))

@@ -1,6 +1,7 @@
 """Between the values of the core and the messages of a journal (`journal.proto`)."""
 
 import io
+import zlib
 from collections.abc import Iterable
 from typing import IO, TypeVar, cast
 
@@ -26,7 +27,7 @@ from services.scheduler.journal_digest import Answer, Decision, digest_of
 from services.scheduler.journal_values import from_json, to_json
 from services.scheduler.journal_veil import Veil
 
-_M = TypeVar("_M", bound=Message)
+_M = TypeVar("_M", journal_pb2.JournalHeader, journal_pb2.JournalEntry)
 _T = TypeVar("_T")
 
 MAGIC = "quire-journal"
@@ -34,6 +35,9 @@ VERSION = 1
 
 Entry = journal_pb2.JournalEntry
 Header = journal_pb2.JournalHeader
+
+_CHECKSUM_TAG = bytes([22 << 3 & 0x7F | 5 | 0x80, 22 >> 4])
+"""Of the field `checksum`, which header and entry have under one number."""
 
 
 class JournalError(Exception):
@@ -73,7 +77,7 @@ def read_header(stream: IO[bytes]) -> Header:
     """The first message of a file.
 
     Raises:
-        JournalError: it is no journal, or one of another version.
+        JournalError: it is no journal, one of another version, or its header is damaged.
     """
     try:
         read = _parse(Header, stream)
@@ -85,6 +89,7 @@ def read_header(stream: IO[bytes]) -> Header:
         raise JournalError(f"a journal of version {read.version}; this version reads {VERSION}")
     if read.digest_bytes != DIGEST_BYTES:
         raise JournalError(f"digests of {read.digest_bytes} bytes; here they have {DIGEST_BYTES}")
+    _check(read, "the header")
     return read
 
 
@@ -115,12 +120,29 @@ def read_entry(stream: IO[bytes]) -> Entry | None:
         JournalError: what stands there is no entry.
     """
     try:
-        return _parse(Entry, stream)
+        read = _parse(Entry, stream)
     except (DecodeError, ValueError) as error:
         # The last entry of a cut file, or one that was damaged: only the former has nothing after.
         if stream.read(1):
             raise JournalError("an entry is damaged") from error
         raise EOFError from error
+    if read is not None:
+        _check(read, "an entry")
+    return read
+
+
+def payload_of(message: Message) -> bytes:
+    """A header or an entry as it stands in a file, its checksum at the end."""
+    payload = message.SerializeToString()
+    # Fields that follow each other make a message, whatever wrote them.
+    return payload + _CHECKSUM_TAG + zlib.crc32(payload).to_bytes(4, "little")
+
+
+def _check(read: Header | Entry, what: str) -> None:
+    checksum = read.checksum
+    read.ClearField("checksum")
+    if zlib.crc32(read.SerializeToString()) != checksum:
+        raise JournalError(f"{what} is damaged")
 
 
 def _parse(kind: type[_M], stream: IO[bytes]) -> _M | None:

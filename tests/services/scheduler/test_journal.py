@@ -223,6 +223,25 @@ def test_a_damaged_entry_is_told_from_a_cut(tmp_path: Path) -> None:
         entries(tmp_path / "j")
 
 
+def test_no_changed_bit_goes_unnoticed(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path / "j", seed=2)
+    run.run(20)
+    run.close()
+    data = (tmp_path / "j").read_bytes()
+    whole, _ = entries(tmp_path / "j")
+    assert len(whole) > 10
+    for bit in range(0, 8 * len(data), 11):
+        changed = bytearray(data)
+        changed[bit // 8] ^= 1 << bit % 8
+        (tmp_path / "changed").write_bytes(changed)
+        try:
+            read, file = entries(tmp_path / "changed")
+        except codec.JournalError:
+            continue
+        assert not file.ended_well
+        assert read == whole[: len(read)]
+
+
 @pytest.fixture
 def full_disk() -> Iterator[int]:
     """Files may hold 20,000 bytes."""

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -48,9 +49,10 @@ def rewrite(path: Path, entries: list[codec.Entry]) -> None:
     with JournalFile(path) as file:
         header = file.header
     with path.open("wb") as out:
-        serialize_length_prefixed(header, out)  # type: ignore[arg-type]  # any buffered file
-        for entry in entries:
-            serialize_length_prefixed(entry, out)  # type: ignore[arg-type]
+        for message in (header, *entries):
+            message.checksum = zlib.crc32(message.SerializeToString())
+            serialize_length_prefixed(message, out)  # type: ignore[arg-type]  # any buffered file
+            message.ClearField("checksum")
 
 
 def messages(path: Path) -> list[codec.Entry]:
