@@ -178,6 +178,8 @@ def duplicate(maker: Maker, number: int) -> Plan:
     other, other_ids = maker.greedy(request_id=name)
     replaces = maker.draw.random() < 0.5
     body_of(other).attempt = int(replaces)
+    # Ids are a tenant's own.
+    body_of(other).scheduling.tenant = body_of(message).scheduling.tenant
     twin = Plan(
         kind="replacing" if replaces else "duplicate",
         message=other,
