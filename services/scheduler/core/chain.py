@@ -33,10 +33,12 @@ class Chain:
         digests: back to back.
     """
 
-    __slots__ = ("_digests",)
+    __slots__ = ("_digests", "last")
 
     def __init__(self, digests: bytes = b"") -> None:
         self._digests = bytearray(digests)
+        self.last = digests[-DIGEST_BYTES:]
+        """The digest of the last block that is known; empty where there is none."""
 
     def __len__(self) -> int:
         """Number of digests."""
@@ -46,18 +48,15 @@ class Chain:
         """The digest of one block."""
         return bytes(self._digests[block * DIGEST_BYTES : (block + 1) * DIGEST_BYTES])
 
-    @property
-    def last(self) -> bytes:
-        """The digest of the last block that is known; empty where there is none."""
-        return bytes(self._digests[-DIGEST_BYTES:])
-
     def append(self, digest: bytes) -> None:
         """Adds the digest of the next block."""
         self._digests += digest
+        self.last = digest
 
     def clear(self) -> None:
         """Forgets all."""
         self._digests.clear()
+        self.last = b""
 
     def between(self, first: int, end: int) -> bytes:
         """The digests of blocks `first` to `end` - 1 back to back."""

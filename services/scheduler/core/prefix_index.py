@@ -32,6 +32,8 @@ _BLOCK = 0xFFFFFFFF
 _BLOCK_BITS = 32
 _SINGLY = 5
 """Up to so many are faster one at a time than as a batch."""
+_FEW = 32
+"""Up to so many are likely to have different homes, which need not be sorted to be seen."""
 _FARTHEST = 64
 _PLACE_BITS = 16
 _MOST_AT_ONCE = 1 << _PLACE_BITS
@@ -163,6 +165,10 @@ class PrefixIndex:
         first = keys[:, 0]
         places = self._first_places(blocks.size)
         found = self._lookup(keys, digests)
+        if found is None and blocks.size <= _FEW:
+            homes = self._homes(first)
+            if len(set(homes.tolist())) == blocks.size:
+                return self._place(places, homes, None, blocks, digests)
         if found is not None:
             places = (found < 0).nonzero()[0]
             first = first.take(places)
