@@ -6,8 +6,9 @@ from services.scheduler.core.rows import NO_TARGET
 from services.scheduler.core.step_time import StepShape
 from services.scheduler.core.worker_state import WorkerState
 
-_TARGET_RESERVE = 16
-"""This part of the time between tokens is left to their way to the client."""
+_TARGET_RESERVE = 8
+"""This part of the time between tokens is left to their way to the client, and to a machine whose
+speed changes while a step runs."""
 
 _EXTENSION = 4
 """Where decodes alone take longer than they should, prefills get this part of their time."""
