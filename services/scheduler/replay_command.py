@@ -17,6 +17,7 @@ from services.scheduler.core.plan import WORKER_LIMITS
 from services.scheduler.journal_file import JournalFile
 from services.scheduler.replay import Replay
 from services.scheduler.replay_summary import Gatherer, Summary
+from services.scheduler.simulate.memory import named_if_too_big
 from services.scheduler.simulate.metrics import Spread
 from services.scheduler.simulate.report import Report, millis
 from services.scheduler.what_if import RecordedLoad, recorded_load, what_if
@@ -70,7 +71,7 @@ class ReplayCommand:
 
     def run(self, args: argparse.Namespace) -> int:
         """Prints the summary, and returns 0 if every decision is the recorded one."""
-        console = Console()
+        console = Console(markup=False, emoji=False)
         try:
             summary, remark, config = replayed(args.file)
             report: dict[str, Any] = {"replay": summary.as_dict(), "remark": remark}
@@ -78,7 +79,9 @@ class ReplayCommand:
             if summary.difference is None and (changed := changed_config(config, args)) is not None:
                 load = recorded_load(args.file)
                 before = what_if(args.file, load, config, blocks=None)
-                after = what_if(args.file, load, changed, blocks=args.num_blocks)
+                flag = args.file if args.num_blocks is None else f"--num-blocks {args.num_blocks}"
+                with named_if_too_big(str(flag)):
+                    after = what_if(args.file, load, changed, blocks=args.num_blocks)
                 print_what_if(console, summary, load, before, after)
                 for note in notes(summary, load, changed):
                     console.print(f"note: {note}")

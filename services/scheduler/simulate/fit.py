@@ -149,7 +149,7 @@ class FitCommand:
             raise InputError(f"{path}: no worker was attached")
         name = args.name or args.output.stem
         write_model(fitted_model(fit, workers[0], name, f"Recorded run {path.name}"), args.output)
-        Console().print(
+        Console(markup=False, emoji=False).print(
             f"{args.output}: {fit.base_us:g} µs + {fit.per_token_us:g} a token + "
             f"{fit.per_row_us:g} a row + {fit.per_context_us:g} a token of context, from "
             f"{fit.steps} steps; relative error {fit.median_error:.1%} at the median, "

@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from services.scheduler.simulate.step_model import InputError
+from services.scheduler.simulate.step_model import InputError, is_unicode
 
 DEFAULT_MODEL = "llama-70b-8xh100"
 MOST = 1 << 31
@@ -60,7 +60,7 @@ def share(text: str) -> float:
 def names(text: str) -> tuple[str, ...]:
     """Names, comma separated."""
     found = tuple(part.strip() for part in text.split(","))
-    if not all(found):
+    if not all(found) or not is_unicode(text):
         raise argparse.ArgumentTypeError(f"must be names with commas between, got {text!r}")
     return found
 

@@ -21,7 +21,12 @@ from services.scheduler.simulate.core_flags import add_core_flags, core_config
 from services.scheduler.simulate.flags import add_common_flags, positive, write_json
 from services.scheduler.simulate.load import OpenLoop, Prompts
 from services.scheduler.simulate.loop import Simulation
-from services.scheduler.simulate.memory import mebibytes, peak_bytes, resident_bytes
+from services.scheduler.simulate.memory import (
+    mebibytes,
+    named_if_too_big,
+    peak_bytes,
+    resident_bytes,
+)
 from services.scheduler.simulate.metrics import Histogram, Spread
 from services.scheduler.simulate.policies import POLICIES, engine_for, shortened
 from services.scheduler.simulate.report import console, millis
@@ -256,7 +261,8 @@ class FleetCommand:
             model=load_model(args.model),
             seed=args.seed,
         )
-        report = run_fleet(fleet, args.processes)
+        with named_if_too_big(f"--model {args.model}"):
+            report = run_fleet(fleet, args.processes)
         console().print(_table(fleet, report))
         write_json(args.json, asdict(report))
         return 0

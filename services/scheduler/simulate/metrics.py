@@ -22,6 +22,9 @@ _MOST_GROUPS = 64
 
 DONE = (EndReason.LENGTH, EndReason.STOP)
 
+REFUSED = "refused: "
+"""Begins the name of an end of a request that the core did not take; the reason follows."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
@@ -143,7 +146,7 @@ class Figures:
 
     def refused(self, handle: int, reason: str) -> None:
         """The core did not take it."""
-        self._drop(handle, f"refused: {reason}")
+        self._drop(handle, f"{REFUSED}{reason}")
 
     def take(self, events: Events, now: int) -> int:
         """Tokens and ends that came at `now`; returns the number of ends."""

@@ -21,7 +21,8 @@ from services.scheduler.simulate.flags import (
     sigma,
     write_json,
 )
-from services.scheduler.simulate.report import console, percent
+from services.scheduler.simulate.memory import named_if_too_big
+from services.scheduler.simulate.report import console, percent, refusals
 from services.scheduler.simulate.scenarios import (
     CONCURRENCIES,
     MIXES,
@@ -107,14 +108,23 @@ class Mixes:
         )
         with Progress(console=Console(stderr=True), transient=True) as progress:
             bar = progress.add_task("simulating", total=len(wanted))
-            results = run_cells(
-                wanted,
-                model,
-                config,
-                processes=args.processes,
-                done=lambda: progress.advance(bar),
-            )
-        console().print(mixes_table(results, _title(args, model)))
+            with named_if_too_big(f"--model {args.model}"):
+                results = run_cells(
+                    wanted,
+                    model,
+                    config,
+                    processes=args.processes,
+                    done=lambda: progress.advance(bar),
+                )
+        shown = console()
+        shown.print(mixes_table(results, _title(args, model)))
+        for result in results:
+            if refused := refusals(result.report.ends):
+                cell = result.cell
+                shown.print(
+                    f"{cell.prompt_tokens}/{cell.output_tokens}, {cell.concurrency} clients, "
+                    f"{cell.policy}: refused {refused}"
+                )
         write_json(
             args.json,
             {

@@ -1,6 +1,6 @@
 """The report of a simulation as a value, and how it is shown."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from services.scheduler.core.plan import Counters
-from services.scheduler.simulate.metrics import Figures, Spread
+from services.scheduler.simulate.metrics import REFUSED, Figures, Spread
 
 
 @dataclass(slots=True, kw_only=True)
@@ -197,9 +197,21 @@ def group_table(report: Report) -> Table:
 
 
 def console() -> Console:
-    """Standard output; wide enough for the tables where it is a file."""
-    shown = Console()
-    return shown if shown.is_terminal else Console(width=130)
+    """Standard output; wide enough for the tables where it is a file.
+
+    Names of models, classes and tenants are printed as they are, brackets too.
+    """
+    shown = Console(markup=False, emoji=False)
+    return shown if shown.is_terminal else Console(width=130, markup=False, emoji=False)
+
+
+def refusals(ends: Mapping[str, int]) -> str:
+    """How many requests the core refused for which reason, e.g. "3 QUEUE_REQUESTS"; "": none."""
+    return ", ".join(
+        f"{count} {end.removeprefix(REFUSED)}"
+        for end, count in sorted(ends.items())
+        if end.startswith(REFUSED)
+    )
 
 
 def millis(value: float | None) -> str:

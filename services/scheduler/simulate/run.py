@@ -20,6 +20,7 @@ from services.scheduler.simulate.flags import (
     write_json,
 )
 from services.scheduler.simulate.load import Arrival, ClosedLoop, OpenLoop, Source
+from services.scheduler.simulate.memory import named_if_too_big
 from services.scheduler.simulate.policies import POLICIES, run_policy
 from services.scheduler.simulate.report import console, group_table, one_table
 from services.scheduler.simulate.step_model import InputError, load_model
@@ -81,19 +82,20 @@ class Run:
         model, config = load_model(args.model), core_config(args, "quire simulate run")
         given = _given(args)
         started = time.perf_counter()
-        reports = [
-            run_policy(
-                policy,
-                given.source(),
-                model,
-                config=config,
-                longest=given.longest,
-                workers=args.workers,
-                seed=args.seed,
-                reserve_context=args.reserve_context,
-            )
-            for policy in args.policy
-        ]
+        with named_if_too_big(f"--model {args.model}"):
+            reports = [
+                run_policy(
+                    policy,
+                    given.source(),
+                    model,
+                    config=config,
+                    longest=given.longest,
+                    workers=args.workers,
+                    seed=args.seed,
+                    reserve_context=args.reserve_context,
+                )
+                for policy in args.policy
+            ]
         shown = console()
         workers = "a worker" if args.workers == 1 else f"{args.workers} workers"
         shown.print(one_table(f"{workers} of {model.name}", reports))

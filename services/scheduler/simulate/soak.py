@@ -21,6 +21,7 @@ from services.scheduler.simulate.load import OpenLoop, Prompts
 from services.scheduler.simulate.loop import Simulation
 from services.scheduler.simulate.memory import mebibytes, resident_bytes
 from services.scheduler.simulate.policies import engine_for
+from services.scheduler.simulate.report import refusals
 from services.scheduler.simulate.step_model import StepModel
 from services.scheduler.simulate.synthetic import Lengths, Load, arrivals
 
@@ -38,6 +39,7 @@ class Look:
     hours: float
     resident_bytes: int
     completed: int
+    ends: dict[str, int]
     live: int
     steps: int
     preemptions: int
@@ -111,6 +113,7 @@ def run_soak(
                 hours=part * hours / 24,
                 resident_bytes=resident_bytes(),
                 completed=simulation.figures.all.completed,
+                ends=dict(sorted(simulation.figures.ends.items())),
                 live=simulation.figures.live,
                 steps=counters.steps,
                 preemptions=counters.preemptions,
@@ -170,10 +173,12 @@ class Soak:
         config = core_config(args, "quire simulate soak")
 
         def tell(look: Look) -> None:
+            refused = refusals(look.ends)
             console.print(
                 f"{look.hours:6.2f} h  {mebibytes(look.resident_bytes):>9} resident  "
                 f"{look.completed:>8} requests  {look.live:>4} live  {look.steps:>8} steps  "
-                f"{look.preemptions:>7} preemptions  {look.wall_s:7.1f} s",
+                f"{look.preemptions:>7} preemptions  {look.wall_s:7.1f} s"
+                f"{'  refused: ' if refused else ''}{refused}",
                 highlight=False,
                 soft_wrap=True,
             )

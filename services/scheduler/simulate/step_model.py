@@ -20,6 +20,7 @@ VOCAB_SIZE = 32_000
 _TIMES = ("base_us", "per_token_us", "per_row_us", "per_context_us")
 _MOST_US = 1 << 31
 _MOST_BITS_SHOWN = 256
+_MOST_SHOWN = 80
 _SIZES = MappingProxyType(
     {
         "blocks": WORKER_LIMITS["num_blocks"],
@@ -115,9 +116,14 @@ def load_model(name: str) -> StepModel:
         raise InputError(f"--model {name}: {reason} (shipped: {known}; or a YAML file)") from error
     try:
         content = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        # ValueError: of a date or a number that there is not.
+    except RecursionError as error:
+        raise InputError(f"{path}: not YAML: nested too deeply") from error
+    except (yaml.YAMLError, ValueError, ArithmeticError) as error:
+        # The last two: of a date or a number that there is not.
         raise InputError(f"{path}: not YAML: {' '.join(str(error).split())}") from error
+    except (LookupError, AttributeError, TypeError) as error:
+        # What the constructors of tagged values raise, e.g. of `!!bool maybe`.
+        raise InputError(f"{path}: not YAML: a value is not what its tag says") from error
     if not isinstance(content, Mapping):
         raise InputError(f"{path}: must be a mapping of fields, got {type(content).__name__}")
     return model_from(content, str(path))
@@ -131,12 +137,13 @@ def model_from(content: Mapping[str, Any], where: str) -> StepModel:
     """
     for field in content:
         if field not in _FIELDS:
-            raise InputError(f"{where}: {field}: no such field (known: {', '.join(_FIELDS)})")
+            name = f"{field:.80}" if isinstance(field, str) else shown(field)
+            raise InputError(f"{where}: {name}: no such field (known: {', '.join(_FIELDS)})")
     missing = [field for field in _FIELDS if field not in content and field != "sources"]
     if missing:
         raise InputError(f"{where}: {', '.join(missing)}: missing")
     if not isinstance(content["name"], str) or not content["name"]:
-        raise InputError(f"{where}: name: must be a text, got {content['name']!r}")
+        raise InputError(f"{where}: name: must be a text, got {shown(content['name'])}")
     if not is_unicode(content["name"]):
         raise InputError(f"{where}: name: is no Unicode text")
     sources = content.get("sources") or []
@@ -167,7 +174,7 @@ def write_model(model: StepModel, path: Path) -> None:
 
 def _time(value: Any, where: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise InputError(f"{where}: must be a number of microseconds, got {value!r}")
+        raise InputError(f"{where}: must be a number of microseconds, got {shown(value)}")
     if not 0 <= value <= _MOST_US:
         raise InputError(f"{where}: must be between 0 and {_MOST_US}, got {shown(value)}")
     return float(value)
@@ -175,17 +182,20 @@ def _time(value: Any, where: str) -> float:
 
 def _size(value: Any, most: int, where: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise InputError(f"{where}: must be a whole number, got {value!r}")
+        raise InputError(f"{where}: must be a whole number, got {shown(value)}")
     if not 1 <= value <= most:
         raise InputError(f"{where}: must be between 1 and {most}, got {shown(value)}")
     return value
 
 
-def shown(number: float) -> str:
-    """A number as text; of one that is too long for that, how long it is."""
-    if isinstance(number, int) and number.bit_length() > _MOST_BITS_SHOWN:
-        return f"a number of {number.bit_length()} bits"
-    return str(number)
+def shown(value: object) -> str:
+    """A value of a file for a message: in short, whatever it is."""
+    if isinstance(value, int) and value.bit_length() > _MOST_BITS_SHOWN:
+        return f"a number of {value.bit_length()} bits"
+    if not isinstance(value, str | int | float | None):
+        return f"a {type(value).__name__}"
+    text = repr(value)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
 
 
 def is_unicode(text: str) -> bool:

@@ -92,17 +92,20 @@ def _lines(path: Path, file: TextIO) -> Iterator[tuple[int, Mapping[str, Any]]]:
             fields = json.loads(line)
         except json.JSONDecodeError as error:
             raise InputError(f"{path}, line {number}: not JSON: {error.msg}") from error
-        except (ValueError, RecursionError) as error:
-            raise InputError(f"{path}, line {number}: {error}") from error
+        except ValueError as error:
+            raise InputError(f"{path}, line {number}: a number is too long") from error
+        except RecursionError as error:
+            raise InputError(f"{path}, line {number}: nested too deeply") from error
         if not isinstance(fields, dict):
             raise InputError(f"{path}, line {number}: must be an object")
         yield number, fields
 
 
 def _csv_lines(path: Path, lines: Iterator[str]) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    reader = csv.DictReader(lines, strict=True)
+    rows = csv.DictReader(lines, strict=True)
+    reader = rows.reader  # counts a line that is wrong, too
     try:
-        for row in reader:
+        for row in rows:
             if None in row:
                 raise InputError(f"{path}, line {reader.line_num}: more values than the header has")
             yield reader.line_num, {field: text for field, text in row.items() if text}
@@ -113,7 +116,7 @@ def _csv_lines(path: Path, lines: Iterator[str]) -> Iterator[tuple[int, Mapping[
 def _arrival(fields: Mapping[str, Any], where: str) -> Arrival:
     for field in fields:
         if field not in _FIELDS:
-            raise InputError(f"{where}: {field}: no such field (known: {', '.join(_FIELDS)})")
+            raise InputError(f"{where}: {field:.80}: no such field (known: {', '.join(_FIELDS)})")
     missing = [field for field in _NEEDED if fields.get(field) is None]
     if missing:
         raise InputError(f"{where}: {', '.join(missing)}: missing")
@@ -139,8 +142,9 @@ def _micros(value: Any, where: str) -> int:
     except (TypeError, ValueError, OverflowError):
         seconds = math.nan
     if not 0 <= seconds <= _MOST_SECONDS:
-        got = shown(value) if isinstance(value, int) else value
-        raise InputError(f"{where}: at: must be seconds from 0 to {_MOST_SECONDS:.0f}, got {got}")
+        raise InputError(
+            f"{where}: at: must be seconds from 0 to {_MOST_SECONDS:.0f}, got {shown(value)}"
+        )
     return round(seconds * 1e6)
 
 
@@ -151,15 +155,14 @@ def _count(fields: Mapping[str, Any], field: str, where: str) -> int | None:
     text = value if isinstance(value, str) else json.dumps(value)
     count = int(text) if text.isdecimal() and len(text) < 12 else 0
     if not 1 <= count <= _MOST_TOKENS:
-        got = shown(value) if isinstance(value, int) else value
-        raise InputError(f"{where}: {field}: must be from 1 to {_MOST_TOKENS}, got {got}")
+        raise InputError(f"{where}: {field}: must be from 1 to {_MOST_TOKENS}, got {shown(value)}")
     return count
 
 
 def _text(fields: Mapping[str, Any], field: str, where: str) -> str:
     value = fields.get(field, "")
     if not isinstance(value, str):
-        raise InputError(f"{where}: {field}: must be a text, got {value!r}")
+        raise InputError(f"{where}: {field}: must be a text, got {shown(value)}")
     if not is_unicode(value):
         raise InputError(f"{where}: {field}: is no Unicode text")
     return value

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from quire.cli.command import CommandError, UsageError
+from services.scheduler.simulate import fleet, run
 from services.scheduler.simulate.command import COMMAND
 from services.scheduler.simulate.step_model import load_model, write_model
 
@@ -167,6 +168,54 @@ def test_a_fleet_bounds_its_queues_only_where_it_is_asked_to(
     assert report["ends"] == {"length": 1000, "refused: QUEUE_REQUESTS": 8000}
 
 
+def test_the_help_of_a_fleet_tells_that_its_queues_have_no_bounds(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for command, bound in (("fleet", "no bound"), ("run", "8192")):
+        with pytest.raises(SystemExit, match="0"):
+            simulate(command, "--help")
+        told = " ".join(capsys.readouterr().out.split())
+        assert f"waiting for their first admission (default: {bound})" in told
+
+
+def test_refusals_are_shown_beside_the_figures(
+    tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bound = ("--max-queued-requests", "1", "--json", f"{tmp_path}/out.json")
+    cell = ("--mixes", "32/16", "--concurrency", "16", "--processes", "1")
+    assert simulate("mixes", "--model", model, *cell, *bound) == 0
+    assert "32/16, 16 clients, fair: refused " in capsys.readouterr().out
+    simulate("soak", "--hours", "0.02", *bound)
+    assert " QUEUE_REQUESTS" in capsys.readouterr().out
+    looks = json.loads((tmp_path / "out.json").read_text())["looks"]
+    assert looks[-1]["ends"]["refused: QUEUE_REQUESTS"] > 0
+
+
+def test_names_are_printed_as_they_are(
+    tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text("at,prompt_tokens,output_tokens,tenant\n0,1,1,[/b]\n0,1,1,[red]x\n")
+    assert simulate("run", "--model", model, "--trace", str(path)) == 0
+    out = capsys.readouterr().out
+    assert "[/b]" in out
+    assert "[red]x" in out
+
+
+def test_a_model_without_memory_for_its_tables_is_named(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(run, "run_policy", fails)
+    monkeypatch.setattr(fleet, "run_part", fails)
+    with pytest.raises(CommandError, match=f"--model {model}: no memory for the workers' tables"):
+        simulate("run", "--model", model)
+    with pytest.raises(CommandError, match=f"--model {model}: no memory for the workers' tables"):
+        simulate("fleet", "--model", model, "--processes", "1")
+
+
 def test_a_short_soak_prints_memory_over_time(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -187,6 +236,7 @@ def test_a_short_soak_prints_memory_over_time(
         (("mixes", "--mixes", "128x128"), "argument --mixes: must be like 128/128,8192/128"),
         (("mixes", "--concurrency", "0"), "argument --concurrency: must be from 1 to"),
         (("run", "--policy", "v1"), "argument --policy: must be of v0, fair, priority, fcfs"),
+        (("run", "--tenants", "a,\udcff"), "argument --tenants: must be names"),
         (("run", "--rate", "0"), "argument --rate: must be above 0"),
         (("run", "--shared", "1.5"), "argument --shared: must be from 0 to 1, got 1.5"),
         (("run", "--requests", "many"), "argument --requests: must be a whole number, got 'many'"),
