@@ -73,12 +73,14 @@ class ReplayCommand:
         """Prints the summary, and returns 0 if every decision is the recorded one."""
         console = Console(markup=False, emoji=False)
         try:
-            summary, remark, config = replayed(args.file)
+            with named_if_too_big(str(args.file)):
+                summary, remark, config = replayed(args.file)
             report: dict[str, Any] = {"replay": summary.as_dict(), "remark": remark}
             print_summary(console, args.file, summary, remark)
             if summary.difference is None and (changed := changed_config(config, args)) is not None:
                 load = recorded_load(args.file)
-                before = what_if(args.file, load, config, blocks=None)
+                with named_if_too_big(str(args.file)):
+                    before = what_if(args.file, load, config, blocks=None)
                 flag = args.file if args.num_blocks is None else f"--num-blocks {args.num_blocks}"
                 with named_if_too_big(str(flag)):
                     after = what_if(args.file, load, changed, blocks=args.num_blocks)
@@ -90,8 +92,6 @@ class ReplayCommand:
             raise CommandError(f"{args.file}: {error}") from error
         except OSError as error:
             raise CommandError(f"{error.filename or args.file}: {error.strerror}") from error
-        except MemoryError as error:
-            raise CommandError(f"{args.file}: no memory for its workers' tables") from error
         if args.json is not None:
             _write(args.json, report)
         return EXIT_FAILED if summary.difference else 0

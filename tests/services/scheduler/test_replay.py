@@ -15,7 +15,6 @@ from google.protobuf.proto import serialize_length_prefixed
 from quire.cli.command import CommandError, Parser, UsageError
 from quire.cli.main import main as quire_main
 from services.scheduler import journal_codec as codec
-from services.scheduler import replay_command
 from services.scheduler.core.plan import AddRequest, Sampling, StepResult
 from services.scheduler.hashing import SHA256
 from services.scheduler.journal_file import JournalFile
@@ -28,8 +27,6 @@ from services.scheduler.journal_reader import (
 from services.scheduler.recording import RecordingScheduler
 from services.scheduler.replay import Played, Replay
 from services.scheduler.replay_command import COMMAND
-from services.scheduler.simulate.report import Report
-from services.scheduler.what_if import what_if
 from tests.fakes.recorded_run import CONFIG, START, RecordedRun, open_journal, worker_spec
 
 ROOT = Path(__file__).parents[3]
@@ -394,18 +391,20 @@ def test_what_if_with_a_smaller_cache(tmp_path: Path) -> None:
     assert told["what_if"]["ends"] == {"length": 40}
 
 
-def test_a_cache_that_no_memory_is_left_for_names_the_flag(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def little(*arguments: object, blocks: int | None) -> Report:
-        if blocks is not None:
-            raise MemoryError
-        return what_if(*arguments, blocks=blocks)  # type: ignore[arg-type]
-
+def test_a_cache_that_no_memory_is_left_for_names_the_flag(tmp_path: Path) -> None:
     steady(tmp_path / "j", requests=40)
-    monkeypatch.setattr(replay_command, "what_if", little)
-    with pytest.raises(CommandError, match="--num-blocks 6: no memory for the workers' tables"):
-        command(tmp_path / "j", "--num-blocks", "6")
+    asked = f"{sys.executable} -m quire replay {tmp_path / 'j'} --num-blocks 16777216"
+    done = subprocess.run(
+        ["sh", "-c", f"ulimit -v 2000000; exec {asked}"],
+        env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "--num-blocks 16777216: no memory for the workers' tables" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_what_if_needs_step_times(tmp_path: Path) -> None:
