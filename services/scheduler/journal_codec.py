@@ -31,7 +31,7 @@ _M = TypeVar("_M", journal_pb2.JournalHeader, journal_pb2.JournalEntry)
 _T = TypeVar("_T")
 
 MAGIC = "quire-journal"
-VERSION = 1
+VERSION = 2
 
 Entry = journal_pb2.JournalEntry
 Header = journal_pb2.JournalHeader

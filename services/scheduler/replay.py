@@ -14,7 +14,6 @@ from services.scheduler.core.chain import DIGEST_BYTES, Hashing
 from services.scheduler.core.plan import (
     AddRequest,
     Events,
-    NewRow,
     StepPlan,
     StepResult,
     WorkerSpec,
@@ -38,7 +37,7 @@ class Played:
         request: of `add`.
         spec: of `attach`; None where it was refused.
         result: of `apply`.
-        step: what `plan` gave; the `traceparent` of its new rows is the handle of the request.
+        step: what `plan` gave.
         events: what else gave.
     """
 
@@ -74,7 +73,6 @@ class Replay:
         self._file = file
         self._veiled = codec.is_hash_only(file.header)
         self._digests = _RecordedDigests()
-        self._traceparents: dict[str, str] = {}
         hashing = self._digests.hashing(file.header.prefix_hash)
         if not self._veiled:
             hashing = hashing_of(file)
@@ -113,21 +111,15 @@ class Replay:
             raise
         except Exception as error:  # noqa: BLE001  # whatever the core raised then, it may now
             played = replace(played, decided=digest.of_error(error).decision())
-        if played.events is not None:
-            for end in played.events.ended:
-                self._traceparents.pop(str(end.handle), None)
         return played
 
     def _add(self, played: Played, entry: codec.Entry) -> Played:
         request = codec.parse_add(entry.add)
-        # New rows carry no name of their request; what is passed through unread carries it here.
-        tag = str(request.handle)
         played = replace(played, request=request)
         try:
-            events = self.core.add(replace(request, traceparent=tag), played.now)
+            events = self.core.add(request, played.now)
         except Exception as error:  # noqa: BLE001  # see `_play`
             return replace(played, decided=digest.of_error(error).decision())
-        self._traceparents[tag] = request.traceparent
         return self._with(played, events)
 
     def _abort(self, played: Played, entry: codec.Entry) -> Played:
@@ -170,19 +162,13 @@ class Replay:
 
     def _plan(self, played: Played, entry: codec.Entry) -> Played:
         step = self.core.plan(entry.plan, played.now)
-        as_sent = step
-        if step is not None and step.new_rows:
-            as_sent = replace(step, new_rows=tuple(self._as_sent(row) for row in step.new_rows))
-        decided = digest.of_step(as_sent, veiled=self._veiled).decision()
+        decided = digest.of_step(step, veiled=self._veiled).decision()
         return replace(played, worker_id=entry.plan, step=step, decided=decided)
 
     def _apply(self, played: Played, entry: codec.Entry) -> Played:
         worker_id, result = entry.apply.worker_id, codec.parse_apply(entry.apply)
         played = replace(played, worker_id=worker_id, result=result)
         return self._with(played, self.core.apply(worker_id, result, played.now))
-
-    def _as_sent(self, row: NewRow) -> NewRow:
-        return replace(row, traceparent=self._traceparents.get(row.traceparent, ""))
 
     def _with(self, played: Played, events: Events) -> Played:
         decided = digest.of_events(events, veiled=self._veiled).decision()

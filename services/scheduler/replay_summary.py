@@ -133,7 +133,7 @@ class Gatherer:
     def _planned(self, step: StepPlan, now: int) -> None:
         self.summary.steps += 1
         for row in step.new_rows:
-            course = self._live.get(int(row.traceparent))
+            course = self._live.get(row.handle)
             if course is not None and course.queued:
                 course.queued = False
                 self._queue.add(now - course.came)

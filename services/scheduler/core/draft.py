@@ -68,6 +68,7 @@ class Draft:
         self.carried_tokens += token_ids.size
         self._new_rows[slot] = NewRow(
             slot=slot,
+            handle=request.spec.handle,
             token_ids=token_ids,
             prompt_len=request.prompt_len,
             num_computed=computed,
@@ -108,6 +109,7 @@ class Draft:
             generations=rows.generation[slots],
             samples=samples,
             computed=computed,
+            tokens=tokens,
             num_tokens=int(tokens.sum()),
             context=int(computed.sum()),
             overlapped=bool(worker.open),

@@ -126,9 +126,13 @@ class WorkerSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewRow:
-    """A request sent whole: its first step on this worker, or the first after preemption."""
+    """A request sent whole: its first step on this worker, or the first after preemption.
+
+    `handle` is for those who watch the steps; the worker is not told.
+    """
 
     slot: int
+    handle: int
     token_ids: TokenArray
     prompt_len: int
     num_computed: int
@@ -199,7 +203,19 @@ class EndReason(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """The one terminal event of a request."""
+    """The one terminal event of a request, with the account of what it took.
+
+    Args:
+        traceparent: W3C trace context that it came with, or "".
+        arrived: when it came; this and the following instants in microseconds, on the clock of
+            `now`.
+        admitted: when it was first planned on a worker; None: never.
+        first_token: when its first token was applied here; None: never.
+        ended: now.
+        requeues: how often it went back to the queue since its worker was lost.
+        worker_id: of the worker that had it last, "" without one.
+        worker_us: its share, by tokens, of the computing time of the steps it was in, microseconds.
+    """
 
     handle: int
     request_id: str
@@ -207,8 +223,18 @@ class Ended:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    tenant: str = ""
+    class_name: str = ""
+    traceparent: str = ""
+    arrived: int = 0
+    admitted: int | None = None
+    first_token: int | None = None
+    ended: int = 0
     recomputed_tokens: int = 0
     preemptions: int = 0
+    requeues: int = 0
+    worker_id: str = ""
+    worker_us: int = 0
     stop_token_id: int | None = None
     retry_after_us: int = 0
     refusal: "Refusal | None" = None

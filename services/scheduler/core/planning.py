@@ -369,9 +369,11 @@ class Planner:
             self._around.backlog.admitted(request.spec)
             self._around.queue_model.admitted(request.prompt_len, self._around.now)
             request.cached_tokens = min(computed, request.prompt_len)
+            request.admitted = self._around.now
         request.status = Status.RUNNING
         request.deferrals = 0
         request.worker_id, request.slot = worker.spec.worker_id, slot
+        request.last_worker = worker.spec.worker_id
         if worker.caches_prefixes and request.spec.read_prefix_cache:
             counters.prefix_query_tokens += tokens.size
             counters.prefix_hit_tokens += computed

@@ -33,6 +33,10 @@ class Request:
         ttft_target_us: its own or its class's; None: none.
         recomputed: tokens computed again after a preemption or a requeue.
         preemptions: how often it gave way.
+        requeues: how often its worker was lost.
+        last_worker: that had it last, "" before.
+        worker_us: computing time of the stays that are over; see `Ended`.
+        admitted: when it was first planned, microseconds; None before.
         rank: of its class, 0 the most important.
         flow: number of its tenant's place in its class; set by `WaitingQueue.join`.
         due: what it is ordered by within its flow.
@@ -66,6 +70,10 @@ class Request:
     computed_once: int = 0
     recomputed: int = 0
     preemptions: int = 0
+    requeues: int = 0
+    last_worker: str = ""
+    worker_us: int = 0
+    admitted: int | None = None
     cached_tokens: int | None = None
     first_token: int | None = None
     deferrals: int = 0

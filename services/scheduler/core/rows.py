@@ -42,6 +42,8 @@ class Rows:
         self.flow: IntArray = np.zeros(slots, np.int64)
         self.tpot_target_us: IntArray = np.zeros(slots, np.int64)
         """Microseconds; NO_TARGET where the request has none."""
+        self.worker_us: IntArray = np.zeros(slots, np.int64)
+        """Share of the answered steps' computing time, microseconds."""
         self.generation: npt.NDArray[np.int64] = np.zeros(slots, np.int64)
         self._requests: list[Request | None] = [None] * slots
         self.order: IntArray = np.empty(0, np.int64)
@@ -89,6 +91,7 @@ class Rows:
         self.handle[slot] = request.spec.handle
         self.arrival[slot] = request.arrival
         self.arrived[slot] = request.arrived
+        self.worker_us[slot] = 0
         self._requests[slot] = request
         self.classify(slot)
         place = int(np.searchsorted(self.arrival[self.order], request.arrival))

@@ -207,6 +207,7 @@ class Scheduler:
         requeued = [worker.requeue(slot) for slot in worker.rows.order.tolist()]
         for request in requeued:
             request.in_flight = 0
+            request.requeues += 1
             self._counters.requeues += 1
             if broken is None:
                 self._waiting.push(request)
@@ -314,6 +315,10 @@ class Scheduler:
         step = close_step(worker, result)
         self._moved = now
         worker.step_answered(step, result.execute_us, result.idle_us, now)
+        if step.num_tokens:
+            # A slot vacated meanwhile is not in use again yet; who has it next begins at 0.
+            share = result.execute_us * step.tokens // step.num_tokens
+            worker.rows.worker_us[step.slots] += share
         made: list[Ended] = []
 
         def end(request: Request, reason: EndReason) -> Ended:
@@ -444,6 +449,7 @@ class Scheduler:
         if request.status is Status.RUNNING:
             worker = self._workers[request.worker_id]
             known = int(worker.rows.known[request.slot])
+            request.worker_us += int(worker.rows.worker_us[request.slot])
             worker.unseat([request.slot])
         else:
             known = request.num_tokens
@@ -467,11 +473,21 @@ class Scheduler:
             handle=spec.handle,
             request_id=spec.request_id,
             reason=reason,
+            tenant=spec.tenant,
+            class_name=self._config.classes[request.rank].name,
+            traceparent=spec.traceparent,
             prompt_tokens=request.prompt_len,
             completion_tokens=known - request.prompt_len,
             cached_tokens=request.cached_tokens or 0,
+            arrived=request.arrived,
+            admitted=request.admitted,
+            first_token=request.first_token,
+            ended=self._now,
             recomputed_tokens=request.recomputed,
             preemptions=request.preemptions,
+            requeues=request.requeues,
+            worker_id=request.last_worker,
+            worker_us=request.worker_us,
             retry_after_us=retry,
         )
 

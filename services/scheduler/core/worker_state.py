@@ -29,6 +29,7 @@ class OpenStep:
         generations: int64 [rows], who held the slot when the step was planned.
         samples: bool [rows], rows that give a token.
         computed: int64 [rows], tokens computed once the step is done.
+        tokens: int64 [rows], tokens the step computes of each.
         num_tokens: tokens the step computes.
         context: tokens computed of all its requests once it is done.
         overlapped: it was planned while another one was open.
@@ -41,6 +42,7 @@ class OpenStep:
     generations: npt.NDArray[np.int64]
     samples: npt.NDArray[np.bool_]
     computed: IntArray
+    tokens: IntArray
     num_tokens: int
     context: int
     overlapped: bool
@@ -269,6 +271,7 @@ class WorkerState:
             request.computed_once, min(int(rows.computed[slot]), int(rows.known[slot]))
         )
         request.status = Status.WAITING
+        request.worker_us += int(rows.worker_us[slot])
         request.worker_id, request.slot = "", -1
         if request.in_flight:
             self.orphans[slot, int(rows.generation[slot])] = request

@@ -295,6 +295,7 @@ class StaticBatching:
 def _new_row(slot: int, spec: AddRequest) -> NewRow:
     return NewRow(
         slot=slot,
+        handle=spec.handle,
         token_ids=spec.prompt,
         prompt_len=int(spec.prompt.size),
         num_computed=0,

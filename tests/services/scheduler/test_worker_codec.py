@@ -13,6 +13,7 @@ COLUMN = np.frombuffer(np.arange(70_000, 70_008, dtype="<u4").tobytes(), "<u4")
 def step(token_ids: TokenArray) -> StepPlan:
     row = NewRow(
         slot=3,
+        handle=1,
         token_ids=token_ids,
         prompt_len=token_ids.size,
         num_computed=0,

@@ -25,6 +25,7 @@ MODEL = StepModel(
 def row(slot: int, prompt: int, said: int, computed: int = 0) -> NewRow:
     return NewRow(
         slot=slot,
+        handle=slot,
         token_ids=np.zeros(prompt, np.uint32),
         prompt_len=prompt,
         num_computed=computed,
