@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 import grpc
 from google.protobuf.message import DecodeError
 from grpc_status import rpc_status
+from opentelemetry import trace
 
 from services.chassis.errors import Internal, InvalidArgument, ServiceError, status_of
 
@@ -107,6 +108,8 @@ async def _abort(context: ServicerContext, error: Exception, method: str) -> NoR
         raise error
     if isinstance(error, ServiceError):
         known = error
+        if known.reason:
+            trace.get_current_span().set_attribute("quire.error.reason", known.reason)
     elif isinstance(error, DecodeError):
         known = InvalidArgument("message", "the bytes are no message of this method")
     else:

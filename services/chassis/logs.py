@@ -1,30 +1,75 @@
-"""Logs of a service process: one line per event on standard error, no prompt text, ever."""
+"""Logs of a service process: one line per event on standard error, no prompt text, ever.
 
+A record may have fields: `log.info("request ended", extra=fields(tokens=3))`. As text they follow
+the message as `name=value`, as JSON they are members of the object.
+"""
+
+import json
 import logging
 import sys
+from datetime import UTC, datetime
+from typing import Any
 
 
-def configure_logs(service: str, level: str) -> None:
+def configure_logs(service: str, level: str, form: str = "text") -> None:
     """Sends all logs of the process to standard error.
 
     Args:
         service: name that stands on each line.
         level: "debug", "info", "warning" or "error".
+        form: "text" or "json".
     """
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=level.upper(),
-        format=f"%(asctime)s %(levelname).1s {service} %(name)s: %(message)s",
-        force=True,
-    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Json(service) if form == "json" else _Text(service))
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     logging.getLogger("grpc").setLevel(logging.WARNING)
     logging.getLogger("grpc._cython.cygrpc").addFilter(_news)
+
+
+def fields(**values: object) -> dict[str, dict[str, object]]:
+    """What to give as `extra` of a log call; None values are left out."""
+    return {"fields": {name: value for name, value in values.items() if value is not None}}
 
 
 def told(text: str, most: int = 200) -> str:
     """What a file or another process said, for one line: printable, at most `most` characters."""
     shown = "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text[: most + 1])
     return shown if len(shown) <= most else f"{shown[:most]} …"
+
+
+class _Text(logging.Formatter):
+    def __init__(self, service: str) -> None:
+        super().__init__(f"%(asctime)s %(levelname).1s {service} %(name)s: %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        line = super().formatMessage(record)
+        values: dict[str, object] = getattr(record, "fields", {})
+        return " ".join([line, *(f"{name}={_shown(value)}" for name, value in values.items())])
+
+
+class _Json(logging.Formatter):
+    def __init__(self, service: str) -> None:
+        super().__init__()
+        self._service = service
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "service": self._service,
+            "logger": record.name,
+            "message": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False, default=str)
+
+
+def _shown(value: object) -> str:
+    """A value as text that is one word."""
+    text = told(str(value))
+    return text if text and not set(text) & set(' "=') else json.dumps(text, ensure_ascii=False)
 
 
 def _news(record: logging.LogRecord) -> bool:

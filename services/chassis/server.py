@@ -39,10 +39,17 @@ class GrpcServer:
         service_names: full names of the services whose readiness `set_ready` tells, e.g.
             `quire.v1.TextService`.
         always_ready: full names of services that can serve as soon as the process is up.
+        observers: interceptors that see each call as its caller does.
     """
 
-    def __init__(self, service_names: Iterable[str], always_ready: Iterable[str] = ()) -> None:
-        self.grpc = grpc.aio.server(interceptors=[ErrorInterceptor()], options=SERVER_OPTIONS)
+    def __init__(
+        self,
+        service_names: Iterable[str],
+        always_ready: Iterable[str] = (),
+        observers: Iterable[grpc.aio.ServerInterceptor] = (),
+    ) -> None:
+        interceptors = [*observers, ErrorInterceptor()]
+        self.grpc = grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
         self._names = tuple(service_names)
         self._always_ready = tuple(always_ready)
         self._health = health.aio.HealthServicer()

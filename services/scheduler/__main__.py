@@ -7,10 +7,12 @@ import sys
 from pathlib import Path
 
 from quire.v1 import admin_pb2_grpc, info_pb2_grpc, token_pb2_grpc, worker_pb2_grpc
-from services.chassis.logs import configure_logs, told
+from quire.version import VERSION
+from services.chassis.logs import told
 from services.chassis.process import StartupError, run_process, settle_memory
 from services.chassis.server import GrpcServer
 from services.chassis.settings import parse
+from services.chassis.telemetry import Telemetry
 from services.scheduler.admin import AdminServicer
 from services.scheduler.audit import AuditLog
 from services.scheduler.core.scheduler import Scheduler
@@ -34,7 +36,10 @@ _STALL_CHECK_S = 1.0
 
 
 def wire(
-    settings: Settings, admin: GrpcServer | None = None, recording: Recording | None = None
+    settings: Settings,
+    admin: GrpcServer | None = None,
+    recording: Recording | None = None,
+    telemetry: Telemetry | None = None,
 ) -> tuple[EngineLoop, GrpcServer]:
     """The loop and the server in front of it, not yet running.
 
@@ -42,6 +47,7 @@ def wire(
         settings: of the process.
         admin: server of the admin service; None: the same as of the others.
         recording: of the core; None: it is not recorded.
+        telemetry: of the process; None: nothing is told.
     """
     if recording is None:
         hashing = hashing_for(settings.prefix_caching_hash_algo, settings.hash_key())
@@ -53,7 +59,8 @@ def wire(
     always_ready = [INFO_SERVICE, WORKER_LINK_SERVICE]
     if admin is None:
         always_ready.append(ADMIN_SERVICE)
-    server = GrpcServer([TOKEN_SERVICE], always_ready)
+    observers = () if telemetry is None else telemetry.observers()
+    server = GrpcServer([TOKEN_SERVICE], always_ready, observers)
     token_pb2_grpc.add_TokenServiceServicer_to_server(TokenServicer(loop, hasher), server.grpc)
     info_pb2_grpc.add_InfoServiceServicer_to_server(InfoServicer(loop), server.grpc)
     worker_pb2_grpc.add_WorkerLinkServiceServicer_to_server(
@@ -70,13 +77,16 @@ async def serve(stopping: asyncio.Event) -> None:
     settings = parse(
         Settings, prog="quire-scheduler", argv=sys.argv[1:], env=os.environ, later=LATER_FLAGS
     )
-    configure_logs("scheduler", settings.log_level)
-    recording = start_recording(settings)
+    telemetry = Telemetry(settings, service="scheduler", version=VERSION, env=os.environ)
     try:
-        await serve_with(settings, recording, stopping)
+        recording = start_recording(settings)
+        try:
+            await serve_with(settings, recording, telemetry, stopping)
+        finally:
+            if recording is not None:
+                await recording.close()
     finally:
-        if recording is not None:
-            await recording.close()
+        await telemetry.close()
 
 
 def start_recording(settings: Settings) -> Recording | None:
@@ -101,11 +111,15 @@ def start_recording(settings: Settings) -> Recording | None:
 
 
 async def serve_with(
-    settings: Settings, recording: Recording | None, stopping: asyncio.Event
+    settings: Settings,
+    recording: Recording | None,
+    telemetry: Telemetry,
+    stopping: asyncio.Event,
 ) -> None:
-    """See `serve`; the recording is closed by the caller."""
+    """See `serve`; recording and telemetry are closed by the caller."""
     admin = GrpcServer([], [ADMIN_SERVICE]) if settings.admin_listen else None
-    loop, server = wire(settings, admin, recording)
+    loop, server = wire(settings, admin, recording, telemetry)
+    telemetry.serve()
     bound = await server.start(settings.listen)
     log.info("listening on %s", ", ".join(bound))
     if admin is not None:
@@ -114,10 +128,12 @@ async def serve_with(
 
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(loop.run())
+        lag = tasks.create_task(telemetry.run())
         readiness = tasks.create_task(follow_readiness(loop, server, settings.worker_grace))
         await stopping.wait()
         loop.draining = True
         readiness.cancel()
+        lag.cancel()
         loop.serving = False
         await server.set_ready(False)
         await drained(loop, settings.drain_timeout)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.chassis.settings import SettingsError, setting
+from services.chassis.telemetry_settings import TelemetrySettings, metrics_port_setting
 from services.scheduler.core.config import (
     DEFAULT_CLASSES,
     Config,
@@ -20,8 +21,6 @@ from services.scheduler.policy_flags import read_classes, read_tenant_policy, re
 from services.scheduler.policy_rules import MOST, MOST_SECONDS, MOST_TIME_WHEEL_SLOTS
 
 LATER_FLAGS = {
-    "--enable-metrics": "Prometheus metrics",
-    "--metrics-port": "Prometheus metrics",
     "--pipeline-parallel-size": "pipeline parallelism",
     "--speculative-model": "speculative decoding",
     "--num-speculative-tokens": "speculative decoding",
@@ -62,7 +61,7 @@ def _read_by(read: Callable[[Sequence[str]], object]) -> Callable[[Sequence[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class Settings(TelemetrySettings):
     """The scheduler: holds the queues, the token budget and the block tables."""
 
     listen: tuple[str, ...] = setting(
@@ -171,12 +170,7 @@ class Settings:
         check=lambda s: 0 <= s < 1e9,
         rule="must be >= 0",
     )
-    log_level: str = setting(
-        help="debug, info, warning or error",
-        default="info",
-        check=lambda level: level in ("debug", "info", "warning", "error"),
-        rule="must be debug, info, warning or error",
-    )
+    metrics_port: int = metrics_port_setting(9462)
 
     def __post_init__(self) -> None:
         names = [one.name for one in self._classes()]

@@ -21,9 +21,9 @@ from quire.models import ModelNotFound, locate_model
 from quire.v1 import text_pb2_grpc
 from quire.version import VERSION
 from services.chassis.errors import Unavailable
-from services.chassis.logs import configure_logs
 from services.chassis.process import StartupError, run_process, settle_memory
 from services.chassis.server import GrpcServer
+from services.chassis.telemetry import Telemetry
 from services.tokenizer.encoding import load_encoding
 from services.tokenizer.encoding_pool import EncodingPool
 from services.tokenizer.generation_config import load_sampling_defaults
@@ -48,11 +48,14 @@ def main() -> None:
 
 async def _main(stopping: asyncio.Event) -> None:
     settings = read_settings(sys.argv[1:], os.environ)
-    configure_logs("tokenizer", settings.log_level)
-    await serve(settings, stopping)
+    telemetry = Telemetry(settings, service="tokenizer", version=VERSION, env=os.environ)
+    try:
+        await serve(settings, telemetry, stopping)
+    finally:
+        await telemetry.close()
 
 
-async def serve(settings: TokenizerSettings, stopping: asyncio.Event) -> None:
+async def serve(settings: TokenizerSettings, telemetry: Telemetry, stopping: asyncio.Event) -> None:
     """Serves until `stopping` is set, then drains.
 
     Raises:
@@ -66,7 +69,7 @@ async def serve(settings: TokenizerSettings, stopping: asyncio.Event) -> None:
     encoding = await asyncio.to_thread(load_encoding, located.path)
     defaults = load_sampling_defaults(located.path)
     model = settings.served_model_name or located.name
-    server = GrpcServer([_SERVICE])
+    server = GrpcServer([_SERVICE], observers=telemetry.observers())
 
     async def on_serving(serving: bool) -> None:
         await server.set_ready(serving and not stopping.is_set())
@@ -87,14 +90,17 @@ async def serve(settings: TokenizerSettings, stopping: asyncio.Event) -> None:
         link=link,
     )
     text_pb2_grpc.add_TextServiceServicer_to_server(servicer, server.grpc)
+    telemetry.serve()
     try:
         bound = await server.start(settings.listen)
         log.info("serving %s on %s", model, ", ".join(bound))
         settle_memory()
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(link.run())
+            lag = tasks.create_task(telemetry.run())
             await stopping.wait()
             await _drain(server, servicer, link, settings.drain_timeout)
+            lag.cancel()
     finally:
         await server.stop()
         pool.close()

@@ -6,6 +6,7 @@ from types import MappingProxyType
 
 from services.chassis.addresses import TARGET_RULE, is_target
 from services.chassis.settings import parse, setting
+from services.chassis.telemetry_settings import TelemetrySettings, metrics_port_setting
 
 _LATER = MappingProxyType(
     {
@@ -15,8 +16,6 @@ _LATER = MappingProxyType(
         "--num-speculative-tokens": "speculative decoding",
         "--quantization": "computing with quantized weights",
         "--trust-remote-code": "code from the model's folder",
-        "--enable-metrics": "a metrics endpoint",
-        "--metrics-port": "a metrics endpoint",
     }
 )
 
@@ -26,11 +25,8 @@ def _are_targets(addresses: tuple[str, ...]) -> bool:
     return bool(addresses) and distinct and all(is_target(address) for address in addresses)
 
 
-_LEVELS = ("debug", "info", "warning", "error")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TokenizerSettings:
+class TokenizerSettings(TelemetrySettings):
     """Serves text in and text out in front of a scheduler."""
 
     model: str = setting(
@@ -54,12 +50,7 @@ class TokenizerSettings:
         check=lambda value: value >= 0,
         rule="must be >= 0",
     )
-    log_level: str = setting(
-        help=f"least severe log line: {', '.join(_LEVELS)}",
-        default="info",
-        check=lambda value: value in _LEVELS,
-        rule=f"must be one of {', '.join(_LEVELS)}",
-    )
+    metrics_port: int = metrics_port_setting(9461)
 
 
 def read_settings(argv: Sequence[str], env: Mapping[str, str]) -> TokenizerSettings:

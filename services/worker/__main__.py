@@ -10,10 +10,11 @@ import uuid
 from typing import Any, TypeVar
 
 from quire.models import LocatedModel, ModelNotFound, locate_model
-from services.chassis.logs import configure_logs
+from quire.version import VERSION
 from services.chassis.process import StartupError, run_process, settle_memory
 from services.chassis.server import GrpcServer
 from services.chassis.tasks import run_until_first_ends
+from services.chassis.telemetry import Telemetry
 from services.worker.engine import Engine, StartUp, load_engine
 from services.worker.link import SchedulerLink
 from services.worker.machine import ClaimedName, Machine, claim_name
@@ -48,7 +49,25 @@ async def serve(stopping: asyncio.Event) -> None:
     machine = Machine()
     start_up = StartUp(machine.age_s())
     settings = read_settings(sys.argv[1:], os.environ)
-    configure_logs("worker", settings.log_level)
+    telemetry = Telemetry(settings, service="worker", version=VERSION, env=os.environ)
+    try:
+        thread_ended = await _serve(settings, telemetry, machine, start_up, stopping)
+    finally:
+        await telemetry.close()
+    if not thread_ended:
+        log.warning("the model thread is busy; ending without it")
+        # Not sys.exit: the interpreter must not be taken down under a thread inside the model.
+        os._exit(0)
+
+
+async def _serve(
+    settings: WorkerSettings,
+    telemetry: Telemetry,
+    machine: Machine,
+    start_up: StartUp,
+    stopping: asyncio.Event,
+) -> bool:
+    """See `serve`; the telemetry is closed by the caller. False: the model thread still runs."""
     located = _located(settings.model)
     log.info("loading %s from %s", located.name, located.path)
 
@@ -77,15 +96,15 @@ async def serve(stopping: asyncio.Event) -> None:
                 thread=thread,
                 on_ready=readiness.set,
             )
+            telemetry.serve()
             await run_until_first_ends(
-                link.run(stopping), readiness.watch(thread, settings.step_timeout)
+                link.run(stopping),
+                readiness.watch(thread, settings.step_timeout),
+                telemetry.run(),
             )
     finally:
         await server.stop()
-    if not await thread.close(_THREAD_END_S):
-        log.warning("the model thread is busy; ending without it")
-        # Not sys.exit: the interpreter must not be taken down under a thread inside the model.
-        os._exit(0)
+    return await thread.close(_THREAD_END_S)
 
 
 class Readiness:

@@ -8,6 +8,7 @@ from typing import Any
 
 from services.chassis.addresses import TARGET_RULE, is_target
 from services.chassis.settings import parse, setting
+from services.chassis.telemetry_settings import TelemetrySettings, metrics_port_setting
 
 _LATER = MappingProxyType(
     {
@@ -17,8 +18,6 @@ _LATER = MappingProxyType(
         "--num-speculative-tokens": "speculative decoding",
         "--quantization": "computing with quantized weights",
         "--trust-remote-code": "model code from the model's folder",
-        "--enable-metrics": "a metrics endpoint",
-        "--metrics-port": "a metrics endpoint",
     }
 )
 
@@ -65,7 +64,7 @@ def _at_least(least: int) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerSettings:
+class WorkerSettings(TelemetrySettings):
     """Loads a model and executes the steps a scheduler plans."""
 
     model: str = setting(help="model to load: an alias, a folder, or a hub id already pulled")
@@ -145,11 +144,7 @@ class WorkerSettings:
         check=lambda value: value >= 0,
         rule="must be >= 0",
     )
-    log_level: str = setting(
-        help="least severe log line: debug, info, warning, error",
-        default="info",
-        **_one_of("debug", "info", "warning", "error"),
-    )
+    metrics_port: int = metrics_port_setting(9463)
 
     @property
     def kv_cache_bytes(self) -> int | None:

@@ -204,8 +204,8 @@ def test_a_journal_of_a_later_version_is_refused(tmp_path: Path) -> None:
     journal = open_journal(tmp_path / "j")
     journal.close()
     data = (tmp_path / "j").read_bytes()
-    (tmp_path / "j").write_bytes(data.replace(b"quire-journal\x10\x01", b"quire-journal\x10\x07"))
-    with pytest.raises(codec.JournalError, match="version 7; this version reads 1"):
+    (tmp_path / "j").write_bytes(data.replace(b"quire-journal\x10\x02", b"quire-journal\x10\x07"))
+    with pytest.raises(codec.JournalError, match="version 7; this version reads 2"):
         JournalFile(tmp_path / "j")
 
 

@@ -54,7 +54,9 @@ def test_flags_and_variables() -> None:
         (["--model=m", "--log-level=loud"], "--log-level must be one of debug, info"),
         (["--model=m", "--trust-remote-code"], r"--trust-remote-code \(code from the model's"),
         (["--model=m", "--tensor-parallel-size=2"], "is not available in this version"),
-        (["--model=m", "--enable-metrics"], "is not available in this version"),
+        (["--model=m", "--metrics-port=x"], "--metrics-port must be a whole number"),
+        (["--model=m", "--otlp-traces-endpoint=h:1"], "must begin with http:// or https://, got h"),
+        (["--model=m", "--trace-sample-ratio=1.5"], r"must be in \[0, 1\], got 1.5"),
     ],
 )
 def test_what_is_wrong_is_named(arguments: list[str], message: str) -> None:
