@@ -18,11 +18,14 @@ from services.scheduler.audit import AuditLog
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.engine_loop import EngineLoop
 from services.scheduler.hashing import hashing_for
+from services.scheduler.metrics import SchedulerMetrics
 from services.scheduler.prompt_hasher import PromptHasher
 from services.scheduler.recording import Recording
+from services.scheduler.request_log import RequestLog
 from services.scheduler.servicer import InfoServicer, TokenServicer
 from services.scheduler.session_chains import SessionChains
 from services.scheduler.settings import LATER_FLAGS, Settings
+from services.scheduler.traces import Traces
 from services.scheduler.worker_link import WorkerLinkServicer
 
 log = logging.getLogger(__name__)
@@ -55,6 +58,8 @@ def wire(
     else:
         hashing = recording.hashing
         loop = EngineLoop(recording.core)
+    if telemetry is not None:
+        watch(loop, telemetry)
     hasher = PromptHasher(hashing, SessionChains())
     always_ready = [INFO_SERVICE, WORKER_LINK_SERVICE]
     if admin is None:
@@ -70,6 +75,15 @@ def wire(
         AdminServicer(loop, hasher, AuditLog()), (admin or server).grpc
     )
     return loop, server
+
+
+def watch(loop: EngineLoop, telemetry: Telemetry) -> None:
+    """Has the loop watched by what the settings ask for."""
+    if telemetry.tracing is not None:  # first, so that the others see the contexts it makes
+        loop.watch(Traces(telemetry.tracing))
+    if telemetry.metrics is not None:
+        loop.watch(SchedulerMetrics(telemetry.metrics, loop))
+    loop.watch(RequestLog())
 
 
 async def serve(stopping: asyncio.Event) -> None:

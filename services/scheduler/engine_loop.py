@@ -40,6 +40,7 @@ from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.link_timings import LinkTimings, StepTimings, TimingWindow
 from services.scheduler.outbox import Outbox, StreamIds
 from services.scheduler.recording import RecordingScheduler
+from services.scheduler.watching import Watcher
 
 log = logging.getLogger(__name__)
 
@@ -109,6 +110,7 @@ class EngineLoop:
 
     def __init__(self, core: Core) -> None:
         self._core = core
+        self._watchers: list[Watcher] = []
         # Bounded by what callers may have open: credits, live requests, open steps.
         self._inbox: deque[_Post] = deque()
         self._wake = asyncio.Event()
@@ -147,11 +149,17 @@ class EngineLoop:
     def close(self) -> None:
         """Ends the loop, the links and the outboxes; what is live gets no terminal event."""
         self._closed = True
+        for watcher in self._watchers:
+            watcher.closing(_now())
         for link in list(self._links.values()):
             link.end("the scheduler stops")
         for outbox in self._outboxes.values():
             outbox.close()
         self._wake.set()
+
+    def watch(self, watcher: Watcher) -> None:
+        """Has somebody watch from now on; call it before the first worker comes."""
+        self._watchers.append(watcher)
 
     # Views
 
@@ -256,9 +264,14 @@ class EngineLoop:
         def act(now: int) -> Events | None:
             if sink not in self._live:
                 return None  # its caller has left
+            watched = request
+            for watcher in self._watchers:
+                watched = watcher.adding(watched, now)
             try:
-                events = self._core.add(request, now)
+                events = self._core.add(watched, now)
             except Refused as error:
+                for watcher in self._watchers:
+                    watcher.refused(watched, error.refusal, now)
                 end = codec.refusal_error(error.refusal)
                 self._outboxes[sink].put_end(request.handle & _STREAM_MASK, end)
                 return None
@@ -366,6 +379,8 @@ class EngineLoop:
                 return None
             link = WorkerLink(lowered, epoch, model, instance_id)
             self._links[spec.worker_id] = link
+            for watcher in self._watchers:
+                watcher.attached(lowered, now)
             self.last_hashing = spec.block_size, spec.model_digest
             log.info(
                 "worker %s attached: epoch %d, %d blocks of %d tokens",
@@ -396,6 +411,8 @@ class EngineLoop:
                 self._lose(link, f"protocol fault: {fault}", now)
                 return None
             link.timings.answered(timings, received)
+            for watcher in self._watchers:
+                watcher.answered(link.spec.worker_id, result, timings, events, now)
             return events
 
         self._post(act)
@@ -435,6 +452,10 @@ class EngineLoop:
                 self._lose(link, "its steps cannot be planned", now)
             return False
         link.timings.sent(now)
+        if self._watchers:
+            took_us = _now() - now
+            for watcher in self._watchers:
+                step = watcher.planned(link.spec.worker_id, step, now, took_us)
         link.put(step)
         return True
 
@@ -451,6 +472,8 @@ class EngineLoop:
                     mine = sinks == sink
                     self._put_tokens(sink, streams[mine], events.token_ids[mine])
         for end in events.ended:
+            for watcher in self._watchers:
+                watcher.ended(end, end.ended)
             self._put_end(end)
 
     def _put_tokens(self, sink: int, streams: StreamIds, token_ids: StreamIds) -> None:
@@ -475,6 +498,8 @@ class EngineLoop:
     def _lose(self, link: WorkerLink, reason: str, now: int) -> None:
         log.warning("worker %s lost: %s", link.spec.worker_id, reason)
         self._core.lost(link.spec.worker_id, now)
+        for watcher in self._watchers:
+            watcher.lost(link.spec.worker_id, reason, now)
         del self._links[link.spec.worker_id]
         link.end(reason)
         self._workers_changed()

@@ -156,6 +156,8 @@ class StepPlan:
     """Blocks to copy before the forward, each to the one at its place in `copied_to`."""
     copied_to: IntArray
     block_table_digest: int | None
+    traceparent: str = ""
+    """W3C trace context of the step's own span, put in by who watches; "": it has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,515 @@
+"""The scheduler's metrics: gauges and counters of the core, and histograms of requests and steps.
+
+Gauges and counters are read from the core when somebody collects. Histograms are recorded as
+things happen: a request's at its end, its first token's when that comes, a step's at its answer.
+Labels are of bounded sets: classes, workers attached, reasons; never a caller's text.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from services.chassis.metrics import (
+    DURATION_S,
+    GAP_S,
+    LATENCY_S,
+    STEP_S,
+    LoopValue,
+    Metrics,
+    Point,
+)
+from services.scheduler.core.plan import (
+    AddRequest,
+    Ended,
+    Events,
+    IntArray,
+    Loads,
+    Refusal,
+    StepPlan,
+    StepResult,
+    WorkerSpec,
+)
+from services.scheduler.engine_loop import EngineLoop
+from services.scheduler.link_timings import StepTimings
+from services.scheduler.watching import Watching
+
+TOKENS = (
+    *(1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000),
+    *(200_000, 500_000, 1_000_000),
+)
+"""Bounds of token counts of a request; those of vLLM."""
+
+STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+"""Bounds of tokens in one step; those of vLLM."""
+
+_COUNTERS = (
+    ("steps", "Steps planned."),
+    ("mixed_steps", "Steps with at least one prefill row and one decode row."),
+    ("chunked_prefills", "Prefill rows that did not reach the end of the prompt."),
+    ("preemptions", "Requests that gave way and went back to the queue."),
+    ("requeues", "Requests that went back to the queue since their worker was lost."),
+    ("displaced", "Running requests that gave way to more important ones."),
+    ("recomputed_tokens", "Tokens computed again after a preemption or a requeue."),
+    ("prompt_tokens", "Prompt tokens computed."),
+    ("generation_tokens", "Tokens generated."),
+    ("discarded_rows", "Rows computed for requests that had ended meanwhile."),
+    ("deadline_exceeded", "Requests ended since their deadline passed."),
+    ("shed", "Requests ended since they could no longer meet their time to first token."),
+    ("evicted_blocks", "Cached blocks given up for others."),
+    ("partial_hit_tokens", "Tokens found inside a block of which only the beginning is the same."),
+    ("isolated_faults", "Requests ended since their data could not be scheduled."),
+)
+"""Fields of `Counters` that become counters of the same name."""
+
+
+_MARK_US = 1_000_000
+_WINDOW_US = 30_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """What is read from the event loop at once."""
+
+    loads: Loads
+    utilization: dict[str, float]
+    stalled_s: float
+    serving: bool
+
+
+@dataclass(slots=True)
+class _Lane:
+    """One attached worker: who has which slot, and when each had a token last. Microseconds."""
+
+    spec: WorkerSpec
+    handle: IntArray
+    arrived: IntArray
+    """When the request in the slot came, while it waits for its first token; else 0."""
+    last_token: IntArray
+    open: deque[IntArray] = field(default_factory=deque)
+    """Slots of the steps that were sent."""
+    sent: deque[int] = field(default_factory=deque)
+    busy_us: int = 0
+    idle_us: int = 0
+    marks: deque[tuple[int, int]] = field(default_factory=deque)
+    """Instants of the last half minute, at least a second apart, with `busy_us` then."""
+
+    def mark(self, now: int) -> None:
+        """Notes how long it has computed until now."""
+        if not self.marks or now - self.marks[-1][0] >= _MARK_US:
+            self.marks.append((now, self.busy_us))
+        while now - self.marks[0][0] > _WINDOW_US:
+            self.marks.popleft()
+
+    def utilization(self, now: int) -> float:
+        """Share of the last half minute that it computed, 0 to 1."""
+        self.mark(now)
+        since, busy_us = self.marks[0]
+        return min(1.0, (self.busy_us - busy_us) / (now - since)) if now > since else 0.0
+
+
+class SchedulerMetrics(Watching):
+    """See the module.
+
+    Args:
+        metrics: of the process.
+        loop: the engine loop.
+    """
+
+    def __init__(self, metrics: Metrics, loop: EngineLoop) -> None:
+        self._loop = loop
+        self._lanes: dict[str, _Lane] = {}
+        self._arrived: dict[int, int] = {}
+        """When each live request came."""
+        self._ended: dict[tuple[str, str], int] = {}
+        self._refused: dict[str, int] = {}
+        self._computed = {"prefill": 0, "decode": 0}
+        self._state = LoopValue(asyncio.get_running_loop(), self._read, self._read())
+        self._request_histograms(metrics)
+        self._step_histograms(metrics)
+        self._gauges(metrics)
+        self._counters(metrics)
+
+    # Watching
+
+    def adding(self, request: AddRequest, now: int) -> AddRequest:
+        """See Watcher."""
+        self._arrived[request.handle] = now
+        if request.max_tokens is not None:
+            self._max_tokens.record(request.max_tokens)
+        return request
+
+    def refused(self, request: AddRequest, refusal: Refusal, now: int) -> None:
+        """See Watcher."""
+        del now
+        self._arrived.pop(request.handle, None)
+        self._refused[refusal.reason] = self._refused.get(refusal.reason, 0) + 1
+
+    def attached(self, spec: WorkerSpec, now: int) -> None:
+        """See Watcher."""
+        del now
+        handle, arrived, last = (np.zeros(spec.num_slots, np.int64) for _ in range(3))
+        self._lanes[spec.worker_id] = _Lane(spec, handle, arrived, last)
+
+    def lost(self, worker_id: str, reason: str, now: int) -> None:
+        """See Watcher."""
+        del reason, now
+        del self._lanes[worker_id]
+
+    def planned(self, worker_id: str, step: StepPlan, now: int, took_us: int) -> StepPlan:
+        """See Watcher."""
+        lane = self._lanes[worker_id]
+        for row in step.new_rows:
+            fresh = row.token_ids.size == row.prompt_len
+            lane.handle[row.slot] = row.handle
+            lane.arrived[row.slot] = self._arrived.get(row.handle, 0) if fresh else 0
+            lane.last_token[row.slot] = 0
+        tokens = step.num_tokens
+        total = int(tokens.sum())
+        # A prefill that has one token left counts as a decode here; what a step costs is the same.
+        decodes = int(np.count_nonzero(tokens == 1))
+        self._computed["decode"] += decodes
+        self._computed["prefill"] += total - decodes
+        lane.open.append(step.slots)
+        lane.sent.append(now)
+        self._plan_time.record(took_us / 1e6)
+        if total:
+            self._step_tokens.record(total)
+            self._step_rows.record(step.slots.size)
+        return step
+
+    def answered(
+        self, worker_id: str, result: StepResult, timings: StepTimings, events: Events, now: int
+    ) -> None:
+        """See Watcher."""
+        lane = self._lanes[worker_id]
+        slots, sent = lane.open.popleft(), lane.sent.popleft()
+        lane.busy_us += timings.execute_us
+        lane.idle_us += timings.idle_us
+        lane.mark(now)
+        self._execute.record(timings.execute_us / 1e6)
+        self._link.record(max(0, now - sent - timings.wait_us - timings.execute_us) / 1e6)
+        sampled = slots[result.counts > 0]
+        if sampled.size > events.handles.size:  # some had ended, or gave way, meanwhile
+            sampled = sampled[np.isin(lane.handle[sampled], events.handles)]
+        if sampled.size:
+            self._tokens(lane, sampled, now)
+
+    def ended(self, end: Ended, now: int) -> None:
+        """See Watcher."""
+        del now
+        self._arrived.pop(end.handle, None)
+        key = (end.reason.value, end.class_name)
+        self._ended[key] = self._ended.get(key, 0) + 1
+        self._whole.record((end.ended - end.arrived) / 1e6, end.class_name)
+        self._prompt.record(end.prompt_tokens)
+        self._generated.record(end.completion_tokens)
+        if end.admitted is None:
+            return
+        self._queue.record((end.admitted - end.arrived) / 1e6, end.class_name)
+        self._inference.record((end.ended - end.admitted) / 1e6)
+        self._worker_time.record(end.worker_us / 1e6)
+        self._computed_prompt.record(end.prompt_tokens - end.cached_tokens)
+        if end.first_token is None:
+            return
+        self._prefill.record((end.first_token - end.admitted) / 1e6)
+        decode_s = (end.ended - end.first_token) / 1e6
+        self._decode.record(decode_s)
+        if end.completion_tokens > 1:
+            self._tpot.record(decode_s / (end.completion_tokens - 1), end.class_name)
+
+    def _tokens(self, lane: _Lane, slots: IntArray, now: int) -> None:
+        """Records first tokens and gaps of rows that have a new token."""
+        last = lane.last_token[slots]
+        lane.last_token[slots] = now
+        firsts = slots[(last == 0) & (lane.arrived[slots] > 0)]
+        for slot in firsts.tolist():
+            self._ttft.record((now - int(lane.arrived[slot])) / 1e6)
+        lane.arrived[firsts] = 0
+        gaps = now - last[last > 0]
+        if not gaps.size:
+            return
+        if (gaps == gaps[0]).all():  # nearly always: all of them were in the step before
+            self._gap.record(int(gaps[0]) / 1e6, times=gaps.size)
+            return
+        for gap, count in zip(*np.unique(gaps, return_counts=True), strict=True):
+            self._gap.record(int(gap) / 1e6, times=int(count))
+
+    # Instruments
+
+    def _request_histograms(self, metrics: Metrics) -> None:
+        new = metrics.histogram
+        by_class = ("class",)
+        self._whole = new(
+            "quire.request.duration",
+            "Time from the arrival of a request to its end.",
+            bounds=DURATION_S,
+            labels=by_class,
+        )
+        self._queue = new(
+            "quire.request.queue_time",
+            "Scheduling latency: time from the arrival of a request to its first step.",
+            bounds=DURATION_S,
+            labels=by_class,
+        )
+        self._prefill = new(
+            "quire.request.prefill_time",
+            "Time from a request's first step to its first token.",
+            bounds=DURATION_S,
+        )
+        self._decode = new(
+            "quire.request.decode_time",
+            "Time from a request's first token to its end.",
+            bounds=DURATION_S,
+        )
+        self._inference = new(
+            "quire.request.inference_time",
+            "Time from a request's first step to its end.",
+            bounds=DURATION_S,
+        )
+        self._worker_time = new(
+            "quire.request.worker_time",
+            "A request's share, by tokens, of the computing time of its steps.",
+            bounds=DURATION_S,
+        )
+        self._ttft = new(
+            "quire.request.time_to_first_token",
+            "Time from the arrival of a request to its first token.",
+            bounds=LATENCY_S,
+        )
+        self._tpot = new(
+            "quire.request.time_per_output_token",
+            "A request's mean time per token after the first.",
+            bounds=GAP_S,
+            labels=by_class,
+        )
+        self._gap = new(
+            "quire.request.inter_token_latency",
+            "Time between two tokens of one request.",
+            bounds=GAP_S,
+        )
+        unit = "{token}"
+        self._prompt = new(
+            "quire.request.prompt_tokens", "Tokens of the prompt.", bounds=TOKENS, unit=unit
+        )
+        self._generated = new(
+            "quire.request.generation_tokens", "Tokens generated.", bounds=TOKENS, unit=unit
+        )
+        self._computed_prompt = new(
+            "quire.request.computed_prompt_tokens",
+            "Prompt tokens not found in the prefix cache.",
+            bounds=TOKENS,
+            unit=unit,
+        )
+        self._max_tokens = new(
+            "quire.request.max_tokens",
+            "The max_tokens of requests that have one.",
+            bounds=TOKENS,
+            unit=unit,
+        )
+
+    def _step_histograms(self, metrics: Metrics) -> None:
+        new = metrics.histogram
+        self._plan_time = new(
+            "quire.step.plan_time", "Time to plan a step.", bounds=(0.0001, 0.00025, *STEP_S)
+        )
+        self._execute = new(
+            "quire.step.execute_time", "Time a step took on its worker.", bounds=STEP_S
+        )
+        self._link = new(
+            "quire.step.link_time",
+            "From sending a step to its result, less the worker's waiting and computing.",
+            bounds=(0.0001, 0.00025, *STEP_S),
+        )
+        self._step_tokens = new(
+            "quire.step.tokens", "Tokens in a step.", bounds=STEP_TOKENS, unit="{token}"
+        )
+        self._step_rows = new(
+            "quire.step.rows", "Requests in a step.", bounds=STEP_TOKENS, unit="{row}"
+        )
+
+    def _gauges(self, metrics: Metrics) -> None:
+        gauge = metrics.gauge
+        gauge("quire.scheduler.running", "Requests admitted to a worker.", self._running)
+        gauge("quire.scheduler.waiting", "Requests queued.", self._waiting)
+        gauge(
+            "quire.scheduler.waiting_tokens",
+            "Prompt tokens queued.",
+            lambda: [(self._loads.waiting_tokens, {})],
+        )
+        gauge(
+            "quire.scheduler.workers", "Workers attached.", lambda: [(len(self._loads.workers), {})]
+        )
+        gauge("quire.scheduler.kv_blocks", "KV blocks by what they hold.", self._blocks)
+        gauge(
+            "quire.scheduler.kv_usage",
+            "Share of the KV blocks that requests hold, 0 to 1.",
+            self._usage,
+        )
+        gauge(
+            "quire.scheduler.token_budget",
+            "Most tokens in one step.",
+            lambda: [
+                (lane.spec.max_num_batched_tokens, {"worker": name})
+                for name, lane in list(self._lanes.items())
+            ],
+        )
+        gauge(
+            "quire.scheduler.class_weight",
+            "Share of the tokens that a class has under backlog now, per mille.",
+            lambda: [(one.weight, {"class": one.name}) for one in self._loads.classes],
+        )
+        gauge(
+            "quire.scheduler.serving",
+            "1 while requests can be served.",
+            lambda: [(int(self._state.get().serving), {})],
+        )
+        gauge(
+            "quire.scheduler.stalled",
+            "For how long work has waited without any step completing; 0 while it moves.",
+            lambda: [(self._state.get().stalled_s, {})],
+            unit="s",
+        )
+        gauge(
+            "quire.scheduler.prefix_cache_hit_rate",
+            "Share of the tokens looked up in the prefix cache that were found, since start.",
+            self._hit_rate,
+        )
+        gauge(
+            "quire.scheduler.worker_utilization",
+            "Share of the last half minute that a worker computed, 0 to 1.",
+            self._utilization,
+        )
+
+    def _counters(self, metrics: Metrics) -> None:
+        counter = metrics.counter
+        for name, text in _COUNTERS:
+            counter(f"quire.scheduler.{name}", text, _Reader(self._state, name))
+        counter(
+            "quire.scheduler.prefix_cache_queries",
+            "Tokens looked up in the prefix cache.",
+            _Reader(self._state, "prefix_query_tokens"),
+        )
+        counter(
+            "quire.scheduler.prefix_cache_hits",
+            "Tokens found in the prefix cache.",
+            _Reader(self._state, "prefix_hit_tokens"),
+        )
+        counter(
+            "quire.scheduler.requests_accepted",
+            "Requests accepted.",
+            lambda: [(self._loads.accepted, {})],
+        )
+        counter(
+            "quire.scheduler.requests_ended",
+            "Requests that ended, by how.",
+            lambda: [
+                (count, {"reason": reason, "class": name})
+                for (reason, name), count in list(self._ended.items())
+            ],
+        )
+        counter(
+            "quire.scheduler.requests_refused",
+            "Requests that were not accepted, by why.",
+            lambda: [(count, {"reason": why}) for why, count in list(self._refused.items())],
+        )
+        counter(
+            "quire.scheduler.computed_tokens",
+            "Tokens planned: prefill, and decode one by one.",
+            lambda: [(count, {"kind": kind}) for kind, count in list(self._computed.items())],
+        )
+        counter("quire.scheduler.ttft_targets", "First tokens by their target.", self._ttft_targets)
+        counter(
+            "quire.scheduler.request_targets",
+            "Requests with a target, by whether all of theirs were met: goodput.",
+            self._request_targets,
+        )
+        counter(
+            "quire.scheduler.worker_busy_time",
+            "Time a worker computed.",
+            lambda: [
+                (lane.busy_us / 1e6, {"worker": name}) for name, lane in list(self._lanes.items())
+            ],
+            unit="s",
+        )
+        counter(
+            "quire.scheduler.worker_idle_time",
+            "Time a worker had nothing to do between steps.",
+            lambda: [
+                (lane.idle_us / 1e6, {"worker": name}) for name, lane in list(self._lanes.items())
+            ],
+            unit="s",
+        )
+
+    # What the collecting thread reads
+
+    def _read(self) -> _State:
+        """On the event loop."""
+        loop = self._loop
+        stall = loop.stall()
+        now = loop.now()
+        return _State(
+            loads=loop.loads(),
+            utilization={name: lane.utilization(now) for name, lane in self._lanes.items()},
+            stalled_s=0.0 if stall is None else (now - stall.since) / 1e6,
+            serving=loop.serving,
+        )
+
+    @property
+    def _loads(self) -> Loads:
+        return self._state.get().loads
+
+    def _running(self) -> Iterable[Point]:
+        workers = self._loads.workers
+        return [(one.running, {"worker": one.worker_id}) for one in workers]
+
+    def _waiting(self) -> Iterable[Point]:
+        return [(one.waiting, {"class": one.name}) for one in self._loads.classes]
+
+    def _blocks(self) -> Iterable[Point]:
+        for one in self._loads.workers:
+            spare = one.blocks_free + one.blocks_evictable + one.blocks_pinned
+            for state, count in (
+                ("held", one.blocks_total - spare),
+                ("cached", one.blocks_evictable),
+                ("pinned", one.blocks_pinned),
+                ("free", one.blocks_free),
+            ):
+                yield count, {"worker": one.worker_id, "state": state}
+
+    def _usage(self) -> Iterable[Point]:
+        for one in self._loads.workers:
+            spare = one.blocks_free + one.blocks_evictable + one.blocks_pinned
+            yield 1 - spare / one.blocks_total, {"worker": one.worker_id}
+
+    def _hit_rate(self) -> Iterable[Point]:
+        counters = self._loads.counters
+        asked = counters.prefix_query_tokens
+        return [(counters.prefix_hit_tokens / asked if asked else 0.0, {})]
+
+    def _utilization(self) -> Iterable[Point]:
+        for name, share in self._state.get().utilization.items():
+            yield share, {"worker": name}
+
+    def _ttft_targets(self) -> Iterable[Point]:
+        for one in self._loads.classes:
+            yield one.ttft_met, {"class": one.name, "outcome": "met"}
+            yield one.ttft_missed, {"class": one.name, "outcome": "missed"}
+
+    def _request_targets(self) -> Iterable[Point]:
+        for one in self._loads.classes:
+            yield one.targets_met, {"class": one.name, "outcome": "met"}
+            yield one.targets_missed, {"class": one.name, "outcome": "missed"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """Reads one of the core's counters."""
+
+    state: LoopValue[_State]
+    name: str
+
+    def __call__(self) -> Iterable[Point]:
+        return [(getattr(self.state.get().loads.counters, self.name), {})]
