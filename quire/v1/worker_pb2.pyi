@@ -74,7 +74,7 @@ class Registered(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., num_slots: _Optional[int] = ..., check_block_tables: _Optional[bool] = ...) -> None: ...
 
 class Step(_message.Message):
-    __slots__ = ("epoch", "step_id", "released_slots", "new_requests", "slots", "num_tokens", "num_new_blocks", "new_block_ids", "block_table_digest", "copied_from", "copied_to")
+    __slots__ = ("epoch", "step_id", "released_slots", "new_requests", "slots", "num_tokens", "num_new_blocks", "new_block_ids", "block_table_digest", "copied_from", "copied_to", "traceparent")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     RELEASED_SLOTS_FIELD_NUMBER: _ClassVar[int]
@@ -86,6 +86,7 @@ class Step(_message.Message):
     BLOCK_TABLE_DIGEST_FIELD_NUMBER: _ClassVar[int]
     COPIED_FROM_FIELD_NUMBER: _ClassVar[int]
     COPIED_TO_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     step_id: int
     released_slots: bytes
@@ -97,7 +98,8 @@ class Step(_message.Message):
     block_table_digest: int
     copied_from: bytes
     copied_to: bytes
-    def __init__(self, epoch: _Optional[int] = ..., step_id: _Optional[int] = ..., released_slots: _Optional[bytes] = ..., new_requests: _Optional[_Iterable[_Union[NewRequest, _Mapping]]] = ..., slots: _Optional[bytes] = ..., num_tokens: _Optional[bytes] = ..., num_new_blocks: _Optional[bytes] = ..., new_block_ids: _Optional[bytes] = ..., block_table_digest: _Optional[int] = ..., copied_from: _Optional[bytes] = ..., copied_to: _Optional[bytes] = ...) -> None: ...
+    traceparent: str
+    def __init__(self, epoch: _Optional[int] = ..., step_id: _Optional[int] = ..., released_slots: _Optional[bytes] = ..., new_requests: _Optional[_Iterable[_Union[NewRequest, _Mapping]]] = ..., slots: _Optional[bytes] = ..., num_tokens: _Optional[bytes] = ..., num_new_blocks: _Optional[bytes] = ..., new_block_ids: _Optional[bytes] = ..., block_table_digest: _Optional[int] = ..., copied_from: _Optional[bytes] = ..., copied_to: _Optional[bytes] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class NewRequest(_message.Message):
     __slots__ = ("slot", "token_ids", "prompt_len", "num_computed", "temperature", "top_p", "top_k", "seed", "traceparent")
