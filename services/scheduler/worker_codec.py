@@ -100,6 +100,7 @@ def step_message(plan: StepPlan) -> worker_pb2.AttachResponse:
             block_table_digest=plan.block_table_digest,
             copied_from=plan.copied_from.astype("<u4").tobytes(),
             copied_to=plan.copied_to.astype("<u4").tobytes(),
+            traceparent=plan.traceparent,
         )
     )
 
