@@ -299,6 +299,8 @@ class Traces(Watching):
 
     def _chunk(self, course: _Course, worker_id: str, step: _Step, tokens: int, now: int) -> None:
         course.chunks += 1
+        if course.decodes_since is not None:  # planned while this chunk was on its way
+            course.decodes_since = now
         if course.chunks > _MOST_CHUNKS or course.request.handle not in self._live:
             return
         self._child(
