@@ -7,6 +7,7 @@ their flags and health names.
 import asyncio
 import contextlib
 import errno
+import itertools
 import socket
 import sys
 from collections.abc import Mapping, Sequence
@@ -35,6 +36,7 @@ MOST_OF_A_SERVICE = 64
 _TEXT_SERVICE, _TOKEN_SERVICE, _PROCESS = "quire.v1.TextService", "quire.v1.TokenService", ""
 _WORKER_SERVICE = "quire.v1.WorkerLinkService"
 _LAST_PORT = 65_535
+_METRICS_PORT = 9461
 _FAULTS_OF_A_PORT = (errno.EADDRINUSE, errno.EACCES, errno.EPERM)
 _SOME_PORT = 1
 
@@ -147,6 +149,12 @@ def members_of(
         scheduler: where it listens.
         ports: of the tokenizers.
     """
+    numbers = itertools.count()
+
+    def metrics(service: str) -> str:
+        """Each process has a port of its own, in the order of this list."""
+        return _metrics_port(config.flags.get(service, ()), next(numbers))
+
     model = ("--model", str(config.model), "--served-model-name", config.served_model_name)
     run = f"{socket.gethostname()[:64]}-{folder.name}"
     further = {service: tuple(config.flags.get(service, ())) for service in SERVICES}
@@ -154,7 +162,7 @@ def members_of(
         Member(
             service="scheduler",
             name="scheduler",
-            flags=("--listen", scheduler, *further["scheduler"]),
+            flags=("--listen", scheduler, *further["scheduler"], metrics("scheduler")),
             ready_at=((scheduler, _PROCESS),),
         )
     ]
@@ -168,7 +176,7 @@ def members_of(
                 name=name,
                 flags=(
                     *("--scheduler", scheduler, "--listen", own),
-                    *(*worker, *model, *further["worker"]),
+                    *(*worker, *model, *further["worker"], metrics("worker")),
                 ),
                 ready_at=((own, _WORKER_SERVICE), (scheduler, _TOKEN_SERVICE)),
             )
@@ -181,12 +189,23 @@ def members_of(
                 name=f"tokenizer-{number}",
                 flags=(
                     *("--listen", listen, "--scheduler", scheduler),
-                    *(*model, *further["tokenizer"]),
+                    *(*model, *further["tokenizer"], metrics("tokenizer")),
                 ),
                 ready_at=((dialled(config.host, port), _TEXT_SERVICE),),
             )
         )
     return members
+
+
+def _metrics_port(flags: Sequence[str], number: int) -> str:
+    """The flag that gives the process of this number its port; it comes after the user's own."""
+    name = "--metrics-port="
+    given = next((flag for flag in flags if flag.startswith(name)), f"{name}{_METRICS_PORT}")
+    port = given.removeprefix(name)
+    # Anything but a number is for the service to refuse; 0 is any free one.
+    if not port.isascii() or not port.isdigit() or int(port) == 0:
+        return given
+    return f"{name}{int(port) + number}"
 
 
 def _wrong_numbers(config: LocalConfig) -> list[str]:

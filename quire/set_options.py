@@ -54,12 +54,26 @@ PASSED: Mapping[str, tuple[tuple[str, str, str], ...]] = MappingProxyType(
             ("--record", "FILE", "record what the scheduler is given, for quire replay"),
             ("--record-hash-only", "true|false", "leave token ids out of the recording"),
         ),
+        "tokenizer": (),
     }
 )
 """Flag, kind of value and help, by the process that understands and checks them.
 
 A kind with `|` is a switch, one with `,` a list, whose flag may be repeated.
 """
+
+
+SHARED: tuple[tuple[str, str, str], ...] = (
+    ("--log-level", "NAME", "least severe log line: debug, info, warning or error"),
+    ("--log-format", "NAME", "form of the logs: text or json"),
+    ("--enable-metrics", "true|false", "serve metrics of each process in Prometheus' format"),
+    ("--metrics-host", "HOST", "where to serve them"),
+    ("--metrics-port", "N", "port of the scheduler's metrics; the others follow; 0: any free ones"),
+    ("--otlp-metrics-endpoint", "URL", "OTLP receiver (gRPC) to push metrics to"),
+    ("--otlp-traces-endpoint", "URL", "OTLP receiver (gRPC) to send traces to"),
+    ("--trace-sample-ratio", "X", "share of the traces that are kept, 0 to 1; by default all"),
+)
+"""The same for what every process understands."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +97,19 @@ LATER: Mapping[str, LaterSetting] = MappingProxyType(
         "--num-speculative-tokens": LaterSetting("speculative decoding", (0,)),
         "--quantization": LaterSetting("computing with quantized weights"),
         "--trust-remote-code": LaterSetting("model code from the model's folder", (False,)),
-        "--enable-metrics": LaterSetting("a metrics endpoint", (False,)),
-        "--metrics-port": LaterSetting("a metrics endpoint"),
     }
 )
 """Settings of later versions by flag; refused by name, never ignored."""
+
+
+def flags_by_process() -> dict[str, tuple[tuple[str, str, str], ...]]:
+    """PASSED, with what every process understands."""
+    return {process: (*flags, *SHARED) for process, flags in PASSED.items()}
+
+
+def all_flags() -> tuple[tuple[str, str, str], ...]:
+    """Each flag once."""
+    return (*(one for flags in PASSED.values() for one in flags), *SHARED)
 
 
 _FLAG = re.compile(r"--[a-z]+(?:-[a-z]+)*")
@@ -100,7 +122,7 @@ def keyword(flag: str) -> str:
 
 def in_keywords(text: str) -> str:
     """`text` with the settings of a set named as in Python, where it names flags."""
-    flags = {flag for several in PASSED.values() for flag, *_ in several}
+    flags = {flag for flag, *_ in all_flags()}
     flags |= {f"--{name.replace('_', '-')}" for name in OF_THE_SET}
     return _FLAG.sub(lambda found: keyword(found[0]) if found[0] in flags else found[0], text)
 
@@ -114,7 +136,7 @@ def flags_of(settings: Mapping[str, object]) -> dict[str, tuple[str, ...]]:
         InvalidRequest: a value is neither text, nor a number, nor true or false.
     """
     later = {keyword(flag): setting for flag, setting in LATER.items()}
-    passed = {keyword(flag): flag for flags in PASSED.values() for flag, *_ in flags}
+    passed = {keyword(flag): flag for flag, *_ in all_flags()}
     for name, value in settings.items():
         if name in later:
             _refuse_later(name, value, later[name])
@@ -132,7 +154,7 @@ def flags_of(settings: Mapping[str, object]) -> dict[str, tuple[str, ...]]:
             for flag, *_ in flags
             if settings.get(keyword(flag)) is not None
         )
-        for process, flags in PASSED.items()
+        for process, flags in flags_by_process().items()
     }
 
 

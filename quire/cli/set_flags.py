@@ -7,7 +7,7 @@ from typing import Any
 from quire.cli.command import add_later_flags
 from quire.local import LocalConfig
 from quire.models import DEFAULT_MODEL, locate_model, require_weights
-from quire.set_options import LATER, PASSED, keyword
+from quire.set_options import LATER, all_flags, flags_by_process, keyword
 
 
 def add_set_flags(parser: argparse.ArgumentParser, *, port: int) -> None:
@@ -30,12 +30,11 @@ def add_set_flags(parser: argparse.ArgumentParser, *, port: int) -> None:
     parser.add_argument(
         "-v", "--verbose", action="store_true", help="show the logs of all processes"
     )
-    for flags in PASSED.values():
-        for flag, metavar, text in flags:
-            how: dict[str, Any] = {"nargs": "?", "const": "true"} if "|" in metavar else {}
-            if "," in metavar:
-                how = {"action": "append"}
-            parser.add_argument(flag, metavar=metavar, help=text, **how)
+    for flag, metavar, text in all_flags():
+        how: dict[str, Any] = {"nargs": "?", "const": "true"} if "|" in metavar else {}
+        if "," in metavar:
+            how = {"action": "append"}
+        parser.add_argument(flag, metavar=metavar, help=text, **how)
     add_later_flags(parser, {flag: later.what for flag, later in LATER.items()})
 
 
@@ -54,7 +53,7 @@ def local_config(args: argparse.Namespace) -> LocalConfig:
         tokenizers=args.tokenizers,
         host=args.host,
         port=args.port,
-        flags={process: _given(args, flags) for process, flags in PASSED.items()},
+        flags={process: _given(args, flags) for process, flags in flags_by_process().items()},
         log_dir=args.log_dir,
     )
 

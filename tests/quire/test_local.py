@@ -21,6 +21,7 @@ from quire.cli.running import with_local_set
 from quire.client import AsyncClient
 from quire.errors import QuireError, SetFailed
 from quire.local import CHECKS, LocalConfig, LocalSet, Phase, RestartPolicy, WrongSettings
+from quire.local_plan import members_of
 from quire.local_process import Deaths
 from tests.quire.cli.running_quire import environment, started
 from tests.quire.set_script import AT_ONCE, PROGRAMS
@@ -89,11 +90,29 @@ async def test_each_is_given_its_flags(record: Path) -> None:
         pass
     said = {path.stem: path.read_text() for path in logs.iterdir()}
     model = "--model /model --served-model-name fake"
-    assert said["scheduler"] == "scheduler was given --prefill-chunk-size=9\n"
-    assert f"{model} --dtype=float32\n" in said["worker-0"]
+    given = "scheduler was given --prefill-chunk-size=9 --metrics-port=9461\n"
+    assert said["scheduler"] == given
+    assert f"{model} --dtype=float32 --metrics-port=9462\n" in said["worker-0"]
     assert "--scheduler unix:///" in said["worker-0"]
-    assert f"{model}\n" in said["tokenizer-0"]
+    assert f"{model} --metrics-port=9463\n" in said["tokenizer-0"]
     assert "--scheduler unix:///" in said["tokenizer-0"]
+
+
+@pytest.mark.parametrize(
+    ("given", "passed"),
+    [
+        (["--metrics-port=7000"], [7000, 7001, 7002, 7003]),
+        (["--metrics-port=0"], [0, 0, 0, 0]),
+        (["--metrics-port=many"], ["many"] * 4),
+    ],
+)
+def test_each_has_a_port_of_its_own_for_metrics(
+    tmp_path: Path, given: list[str], passed: list[object]
+) -> None:
+    flags = dict.fromkeys(("scheduler", "worker", "tokenizer"), given)
+    config = replace(CONFIG, workers=2, flags=flags)
+    members = members_of(config, tmp_path, "unix:///s", (50051,))
+    assert [member.flags[-1] for member in members] == [f"--metrics-port={one}" for one in passed]
 
 
 async def test_workers_have_names_of_their_own_and_share_the_machine(record: Path) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from quire.errors import InvalidRequest, NotSupported, UnknownSetting
-from quire.set_options import LATER, PASSED, flags_of, in_keywords, keyword
+from quire.set_options import LATER, PASSED, SHARED, all_flags, flags_of, in_keywords, keyword
 
 
 def test_each_setting_goes_to_the_process_that_understands_it() -> None:
@@ -29,25 +29,32 @@ def test_each_setting_goes_to_the_process_that_understands_it() -> None:
             "--tpot-target=50",
             "--enable-prefix-caching=false",
         ),
+        "tokenizer": (),
     }
 
 
 def test_every_passed_flag_is_a_keyword() -> None:
-    flags = [flag for several in PASSED.values() for flag, *_ in several]
-    found = flags_of({keyword(flag): "x" for flag in flags})
-    assert [text for several in found.values() for text in several] == [f"{f}=x" for f in flags]
+    found = flags_of({keyword(flag): "x" for flag, *_ in all_flags()})
+    shared = [f"{flag}=x" for flag, *_ in SHARED]
+    for process, flags in PASSED.items():
+        assert list(found[process]) == [*(f"{flag}=x" for flag, *_ in flags), *shared]
 
 
 @pytest.mark.parametrize(
     "neutral",
     [
         {"tensor_parallel_size": 1, "pipeline_parallel_size": 1},
-        {"quantization": None, "enable_metrics": False, "trust_remote_code": False},
-        {"speculative_model": None, "num_speculative_tokens": 0, "metrics_port": None},
+        {"quantization": None, "trust_remote_code": False},
+        {"speculative_model": None, "num_speculative_tokens": 0},
     ],
 )
 def test_settings_of_later_versions_may_ask_for_nothing(neutral: Any) -> None:
-    assert flags_of(neutral) == {"worker": (), "scheduler": ()}
+    assert flags_of(neutral) == {"worker": (), "scheduler": (), "tokenizer": ()}
+
+
+def test_what_all_understand_goes_to_all() -> None:
+    found = flags_of({"enable_metrics": True, "metrics_port": 9000})
+    assert set(found.values()) == {("--enable-metrics=true", "--metrics-port=9000")}
 
 
 @pytest.mark.parametrize("name", [keyword(flag) for flag in LATER])
