@@ -10,7 +10,7 @@ OURS   := quire services kernels benchmarks protos tests
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 .PHONY: help venv model demo test check protos bench clean \
-        check-lint check-types check-imports check-stubs check-compose
+        check-lint check-types check-imports check-protos check-stubs check-compose
 
 help: ## what can be made
 	@echo "make TARGET [PYTHON=python3.12]"
@@ -40,7 +40,7 @@ else
 	  echo "now those that start services"; $(BIN)/python -m pytest -m system && exit $$first
 endif
 
-check: check-lint check-types check-imports check-stubs check-compose ## lint, types, import rules, stubs, compose
+check: check-lint check-types check-imports check-protos check-stubs check-compose ## lint, types, import rules, protos, compose
 
 check-lint: $(STAMP)
 	@echo "ruff: format and lint"
@@ -55,6 +55,10 @@ check-imports: $(STAMP)
 	@echo "import-linter: who may import whom"
 	@out=$$($(BIN)/lint-imports --no-logo 2>&1) || { echo "$$out"; exit 1; }
 
+check-protos: $(STAMP)
+	@echo "buf: protos are clean and break nothing that has landed"
+	@$(BIN)/python protos/check.py
+
 check-stubs: $(STAMP)
 	@echo "protos: stubs are fresh, everything has a comment"
 	@out=$$($(BIN)/python -m pytest -q tests/protos 2>&1) || { echo "$$out"; exit 1; }
@@ -63,8 +67,9 @@ check-compose: $(STAMP)
 	@echo "compose.yaml: schema"
 	@$(BIN)/check-jsonschema -q --builtin-schema vendor.compose-spec compose.yaml
 
-protos: $(STAMP) ## quire/v1 from protos/
+protos: $(STAMP) ## quire/v1 from protos/, and their baseline if nothing breaks
 	@$(BIN)/python protos/generate.py
+	@$(BIN)/python protos/check.py --accept
 
 bench: model ## one load run against a local set; ARGS="--help" for the choices
 	@$(BIN)/quire bench serve --local $(ARGS)

@@ -2,13 +2,11 @@
 
 import importlib.util
 from collections.abc import Iterator
-from importlib import resources
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 from google.protobuf import descriptor_pb2
-from grpc_tools import protoc
 
 PROTOS = Path(__file__).parents[2] / "protos"
 
@@ -23,25 +21,23 @@ def generator() -> ModuleType:
 
 
 @pytest.fixture(scope="session")
-def files(tmp_path_factory: pytest.TempPathFactory) -> list[descriptor_pb2.FileDescriptorProto]:
-    """One descriptor per proto file, source info included."""
-    out = tmp_path_factory.mktemp("protos") / "set"
-    sources = sorted(PROTOS.glob("quire/v1/*.proto"))
-    with resources.as_file(resources.files("google.rpc") / "status.proto") as status:
-        includes = [PROTOS, resources.files("grpc_tools") / "_proto", status.parents[2]]
-    code = protoc.main(
-        [
-            "protoc",
-            *(f"-I{path}" for path in includes),
-            "--include_source_info",
-            f"--descriptor_set_out={out}",
-            *(str(path.relative_to(PROTOS)) for path in sources),
-        ]
-    )
-    assert code == 0
-    described = descriptor_pb2.FileDescriptorSet.FromString(out.read_bytes()).file
-    assert len(described) == len(sources)
-    return list(described)
+def image(
+    generator: ModuleType, tmp_path_factory: pytest.TempPathFactory
+) -> descriptor_pb2.FileDescriptorSet:
+    """All files and what they import, source info included."""
+    out = tmp_path_factory.mktemp("protos") / "image"
+    generator.describe(out)
+    return descriptor_pb2.FileDescriptorSet.FromString(out.read_bytes())
+
+
+@pytest.fixture(scope="session")
+def files(
+    image: descriptor_pb2.FileDescriptorSet,
+) -> list[descriptor_pb2.FileDescriptorProto]:
+    """One descriptor per proto file of our own."""
+    described = [file for file in image.file if file.name.startswith("quire/")]
+    assert len(described) == len(list(PROTOS.glob("quire/v1/*.proto")))
+    return described
 
 
 Named = tuple[str, tuple[int, ...]]
