@@ -5,7 +5,7 @@ MODEL  ?= smollm2-135m-instruct
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
-OURS   := quire services kernels benchmarks protos tests
+OURS   := quire services kernels benchmarks protos examples tests
 
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help

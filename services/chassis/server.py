@@ -13,12 +13,12 @@ from types import MappingProxyType
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 from services.chassis.addresses import LONGEST_SOCKET_PATH, UNIX, split_host_port
 from services.chassis.channel import SERVER_OPTIONS
 from services.chassis.interceptors import ErrorInterceptor
 from services.chassis.process import StartupError
+from services.chassis.reflection import enable_reflection
 
 _WHY: Mapping[int, str] = MappingProxyType(
     {
@@ -55,10 +55,7 @@ class GrpcServer:
         self._health = health.aio.HealthServicer()
         self._sockets: list[Path] = []
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
-        reflection.enable_server_reflection(
-            (*self._names, *self._always_ready, health.SERVICE_NAME, reflection.SERVICE_NAME),
-            self.grpc,
-        )
+        enable_reflection((*self._names, *self._always_ready, health.SERVICE_NAME), self.grpc)
 
     async def start(self, listen: Iterable[str]) -> list[str]:
         """Binds and serves.

@@ -1,4 +1,4 @@
-"""Health, reflection, what can be bound, and what is left behind."""
+"""Health, what can be bound, and what is left behind."""
 
 import socket
 from collections.abc import AsyncIterator
@@ -7,7 +7,6 @@ from pathlib import Path
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from services.chassis.channel import MAX_MESSAGE_BYTES, open_channel
 from services.chassis.process import StartupError
@@ -82,21 +81,6 @@ async def test_a_watcher_sees_readiness_come_and_go(server: GrpcServer) -> None:
             seen.append((await watch.read()).status)
         watch.cancel()
     assert seen == [NOT_SERVING, SERVING, NOT_SERVING]
-
-
-async def test_reflection_lists_the_services(server: GrpcServer) -> None:
-    (address,) = await server.start(["127.0.0.1:0"])
-    async with open_channel(address) as channel:
-        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
-        request = reflection_pb2.ServerReflectionRequest(list_services="")
-        answers = [answer async for answer in stub.ServerReflectionInfo(iter([request]))]
-    names = {service.name for service in answers[0].list_services_response.service}
-    assert names == {
-        SERVICE,
-        ALWAYS,
-        "grpc.health.v1.Health",
-        "grpc.reflection.v1alpha.ServerReflection",
-    }
 
 
 async def test_one_server_listens_on_tcp_and_on_a_socket(
