@@ -244,6 +244,17 @@ class Shadow:
             self.report(compared(request.path, primary.result(), mine))
 
 
+class Server(ThreadingHTTPServer):
+    """Takes no notice of clients that go away."""
+
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Tells of our own faults alone."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
+
+
 def make_server(
     address: tuple[str, int], primary: str, shadow: Shadow, timeout_s: float
 ) -> ThreadingHTTPServer:
@@ -300,9 +311,7 @@ def make_server(
         def log_message(self, format: str, *args: Any) -> None:
             """Says nothing: paths may hold what should not be in a log."""
 
-    server = ThreadingHTTPServer(address, Handler)
-    server.daemon_threads = True
-    return server
+    return Server(address, Handler)
 
 
 def summary(lines: Collection[dict[str, Any]], left_out: int) -> str:
