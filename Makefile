@@ -76,4 +76,5 @@ bench: model ## one load run against a local set; ARGS="--help" for the choices
 
 clean: ## removes .venv and all caches; models stay
 	@rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache *.egg-info
+	@rm -rf examples/typescript/node_modules examples/typescript/build examples/typescript/src/generated
 	@find $(OURS) -name __pycache__ -type d -prune -exec rm -rf {} +
