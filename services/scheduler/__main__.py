@@ -80,7 +80,7 @@ def wire(
 def watch(loop: EngineLoop, telemetry: Telemetry) -> None:
     """Has the loop watched by what the settings ask for."""
     if telemetry.tracing is not None:  # first, so that the others see the contexts it makes
-        loop.watch(Traces(telemetry.tracing))
+        loop.watch(Traces(telemetry.tracing.tracer, telemetry.tracing.chosen_tracer))
     if telemetry.metrics is not None:
         loop.watch(SchedulerMetrics(telemetry.metrics, loop))
     loop.watch(RequestLog())

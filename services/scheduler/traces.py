@@ -21,7 +21,7 @@ import numpy as np
 from opentelemetry.context import Context
 from opentelemetry.trace import Link, Span, StatusCode, Tracer
 
-from services.chassis.tracing import Tracing, below, child_of, written
+from services.chassis.tracing import below, child_of, written
 from services.scheduler.core.plan import (
     AddRequest,
     Ended,
@@ -97,12 +97,13 @@ class Traces(Watching):
     """See the module.
 
     Args:
-        tracing: makes the spans.
+        tracer: makes the spans of requests.
+        step_tracer: makes those of steps; keeps all of them.
     """
 
-    def __init__(self, tracing: Tracing) -> None:
-        self._tracer: Tracer = tracing.tracer
-        self._step_tracer: Tracer = tracing.chosen_tracer
+    def __init__(self, tracer: Tracer, step_tracer: Tracer) -> None:
+        self._tracer = tracer
+        self._step_tracer = step_tracer
         self._offset_ns = 0
         self._live: dict[int, _Course] = {}
         self._lanes: dict[str, _Lane] = {}
