@@ -41,6 +41,13 @@ COMMAND = Group(
             needs=("numpy",),
         ),
         Entry(
+            name="telemetry",
+            help="what metrics and traces cost",
+            target="benchmarks.telemetry:COMMAND",
+            extra="all",
+            needs=("opentelemetry.sdk",),
+        ),
+        Entry(
             name="link",
             help="cost of the step link per step, without a model",
             target="benchmarks.link:COMMAND",
