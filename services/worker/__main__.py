@@ -6,7 +6,7 @@ import logging
 import os
 import socket
 import sys
-import uuid
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from quire.models import LocatedModel, ModelNotFound, locate_model
@@ -18,9 +18,12 @@ from services.chassis.telemetry import Telemetry
 from services.worker.engine import Engine, StartUp, load_engine
 from services.worker.link import SchedulerLink
 from services.worker.machine import ClaimedName, Machine, claim_name
+from services.worker.metrics import WorkerMetrics
 from services.worker.model_thread import ModelThread
-from services.worker.plan import Registration
+from services.worker.observer import AttachmentObserver
+from services.worker.plan import Attachment, Registration
 from services.worker.settings import WorkerSettings, read_settings
+from services.worker.spans import AttachmentSpans
 from services.worker.stream import LinkOptions
 
 log = logging.getLogger(__name__)
@@ -85,16 +88,22 @@ async def _serve(
             settle_memory()
             # Held until the end; a name given by the user is the user's to keep unique.
             claimed = None if settings.worker_id else claim_name(socket.gethostname())
+            registration = _registration(
+                settings, located, engine, claimed=claimed, instance_id=telemetry.instance_id
+            )
             readiness = Readiness(server, start_up)
             link = SchedulerLink(
                 LinkOptions(
                     target=settings.scheduler,
-                    registration=_registration(settings, located, engine, claimed),
+                    registration=registration,
                     drain_timeout_s=settings.drain_timeout,
                 ),
-                make_executor=engine.attach,
+                make_executor=functools.partial(
+                    engine.attach, traced=telemetry.tracing is not None
+                ),
                 thread=thread,
                 on_ready=readiness.set,
+                observe=_observer(telemetry, engine, registration.worker_id, thread),
             )
             telemetry.serve()
             await run_until_first_ends(
@@ -147,12 +156,41 @@ class Readiness:
             self._start_up = None
 
 
+def _observer(
+    telemetry: Telemetry, engine: Engine, worker_id: str, thread: ModelThread
+) -> Callable[[Attachment], AttachmentObserver] | None:
+    """Makes the observer of an attachment; None where neither metrics nor traces are asked for."""
+    tracing = telemetry.tracing
+    if telemetry.metrics is None and tracing is None:
+        return None
+    metrics: WorkerMetrics | None = None
+    if telemetry.metrics is not None:
+        metrics = WorkerMetrics(
+            telemetry.metrics,
+            limits=engine.limits,
+            footprint=engine.footprint,
+            device=engine.device,
+            thread=thread,
+        )
+
+    def observe(attachment: Attachment) -> AttachmentObserver:
+        spans = AttachmentSpans(tracing.tracer, worker_id, attachment) if tracing else None
+        return AttachmentObserver(attachment, metrics=metrics, spans=spans)
+
+    return observe
+
+
 def _registration(
-    settings: WorkerSettings, located: LocatedModel, engine: Engine, claimed: ClaimedName | None
+    settings: WorkerSettings,
+    located: LocatedModel,
+    engine: Engine,
+    *,
+    claimed: ClaimedName | None,
+    instance_id: str,
 ) -> Registration:
     return Registration(
         worker_id=claimed.name if claimed else settings.worker_id or "",
-        instance_id=uuid.uuid4().hex,
+        instance_id=instance_id,
         model=settings.served_model_name or located.name,
         model_digest=engine.loaded.digest,
         dtype=str(engine.dtype).removeprefix("torch."),

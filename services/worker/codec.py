@@ -9,6 +9,7 @@ import numpy as np
 from quire.v1 import token_pb2, worker_pb2
 from services.chassis.errors import Unimplemented
 from services.chassis.logs import told
+from services.chassis.tracing import is_sampled
 from services.chassis.unknown_fields import refuse_unknown_fields
 from services.worker.plan import (
     Attachment,
@@ -139,6 +140,7 @@ def _from_step(step: worker_pb2.Step) -> StepPlan:
         ),
         copied_from=copied_from,
         copied_to=copied_to,
+        traceparent=_kept(step.traceparent),
     )
 
 
@@ -154,8 +156,13 @@ def _new_row(request: worker_pb2.NewRequest) -> NewRow:
         top_p=request.top_p,
         top_k=request.top_k,
         seed=request.seed,
-        traceparent=request.traceparent,
+        traceparent=_kept(request.traceparent),
     )
+
+
+def _kept(traceparent: str) -> str:
+    """The context of a trace whose spans are kept, "" for any other: it goes no further."""
+    return traceparent if traceparent and is_sampled(traceparent) else ""
 
 
 def _column(name: str, packed: bytes) -> Column:

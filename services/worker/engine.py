@@ -51,15 +51,30 @@ class StartUp:
         self._last = time.monotonic()
         self._phases = [("import", age_s)]
 
-    def end_of(self, phase: str) -> None:
-        """`phase` ends now; the next one begins."""
+    def end_of(self, phase: str) -> float:
+        """`phase` ends now, the next one begins; returns its seconds."""
         now = time.monotonic()
-        self._phases.append((phase, now - self._last))
+        seconds = now - self._last
+        self._phases.append((phase, seconds))
         self._last = now
+        return seconds
 
     def __str__(self) -> str:
         parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in self._phases)
         return f"{sum(seconds for _, seconds in self._phases):.2f} s ({parts})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footprint:
+    """What the engine takes of its machine."""
+
+    threads: int
+    """Threads of one operation on the CPU."""
+    load_s: float
+    """Time to load the weights, seconds."""
+    largest_step_bytes: int
+    """Most memory a step took beside weights and cache, as measured at the start."""
+    kv_cache_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,11 +86,12 @@ class Engine:
     limits: StepLimits
     dtype: torch.dtype
     device: torch.device
+    footprint: Footprint
 
-    def attach(self, attachment: Attachment) -> Runner:
-        """The runner of a new attachment, with empty rows."""
+    def attach(self, attachment: Attachment, *, traced: bool = False) -> Runner:
+        """The runner of a new attachment, with empty rows; see `Runner` for `traced`."""
         rows = RequestRows(attachment, self.limits)
-        return Runner(self.loaded.model, self.cache, rows, self.device)
+        return Runner(self.loaded.model, self.cache, rows, self.device, traced=traced)
 
 
 def load_engine(
@@ -88,10 +104,14 @@ def load_engine(
     """
     device = _device(settings.device)
     dtype = _dtype(settings.dtype, device)
-    if device.type == "cpu":
-        allowed = len(os.sched_getaffinity(0))
-        share = max(1, machine.processors(allowed) // settings.local_workers)
-        torch.set_num_threads(settings.num_threads or share)
+    threads_from = _set_threads(settings, machine) if device.type == "cpu" else "torch's default"
+    log.info(
+        "computing in %s on %s, %d threads (%s)",
+        str(dtype).removeprefix("torch."),
+        _named(device),
+        torch.get_num_threads(),
+        threads_from,
+    )
     kernels = select_kernels(device)
     try:
         with _memory_for("the weights"):
@@ -105,7 +125,7 @@ def load_engine(
             )
     except ModelError as error:
         raise StartupError(str(error)) from error
-    start_up.end_of("load")
+    load_s = start_up.end_of("load")
 
     limits = StepLimits(
         block_size=settings.block_size,
@@ -150,6 +170,12 @@ def load_engine(
         limits=replace(limits, num_blocks=num_blocks),
         dtype=dtype,
         device=device,
+        footprint=Footprint(
+            threads=torch.get_num_threads(),
+            load_s=load_s,
+            largest_step_bytes=memory.peak_bytes,
+            kv_cache_bytes=num_blocks * spec.bytes_per_block,
+        ),
     )
 
 
@@ -203,6 +229,21 @@ def _device(name: str) -> torch.device:
     if name == "cuda" and not available:
         raise StartupError("--device cuda: this process sees no GPU, or its torch has no CUDA")
     return torch.device(name)
+
+
+def _named(device: torch.device) -> str:
+    return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else "cpu"
+
+
+def _set_threads(settings: WorkerSettings, machine: Machine) -> str:
+    """Sets the threads of operations on the CPU; returns where the number comes from."""
+    if settings.num_threads is not None:
+        torch.set_num_threads(settings.num_threads)
+        return "--num-threads"
+    processors = machine.processors(len(os.sched_getaffinity(0)))
+    torch.set_num_threads(max(1, processors.count // settings.local_workers))
+    found = f"{processors.count} processors by {processors.bound_by}"
+    return f"{found}, {settings.local_workers} local workers"
 
 
 def _dtype(name: str, device: torch.device) -> torch.dtype:

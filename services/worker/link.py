@@ -15,7 +15,7 @@ from services.chassis.channel import open_channel
 from services.chassis.tasks import run_until_first_ends
 from services.worker.model_thread import ModelThread
 from services.worker.plan import Attachment
-from services.worker.stream import End, EndKind, LinkOptions, StepExecutor, Stream
+from services.worker.stream import End, EndKind, LinkOptions, StepExecutor, StepObserver, Stream
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +32,7 @@ class SchedulerLink:
         thread: where steps are executed.
         on_ready: told True when steps are taken, False when they are not any more: the attachment
             has ended, or `stopping` is set.
+        observe: makes the observer of an attachment, or None: nobody watches.
     """
 
     def __init__(
@@ -41,11 +42,13 @@ class SchedulerLink:
         make_executor: Callable[[Attachment], StepExecutor],
         thread: ModelThread,
         on_ready: Callable[[bool], Awaitable[None]],
+        observe: Callable[[Attachment], StepObserver] | None = None,
     ) -> None:
         self._options = options
         self._make_executor = make_executor
         self._thread = thread
         self._on_ready = on_ready
+        self._observe = observe
         self._ready = False
         self._random = random.Random()
         self._logged: End | None = None
@@ -77,7 +80,7 @@ class SchedulerLink:
         """One stream, from dialling to its end."""
         async with open_channel(self._options.target) as channel:
             stub: Any = worker_pb2_grpc.WorkerLinkServiceStub(channel)
-            stream = Stream(stub.Attach(), self._options, self._thread)
+            stream = Stream(stub.Attach(), self._options, self._thread, self._observe)
             try:
                 await run_until_first_ends(
                     stream.read(self._attached),
@@ -85,7 +88,7 @@ class SchedulerLink:
                     stream.stop_on(stopping, self._set_ready),
                 )
             finally:
-                stream.drop_pending()
+                stream.close()
                 await self._set_ready(False)
             return stream.end
 

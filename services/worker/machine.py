@@ -25,14 +25,17 @@ class Machine:
     proc: Path = Path("/proc")
     cgroup: Path = Path("/sys/fs/cgroup")
 
-    def processors(self, allowed: int) -> int:
-        """How many threads can run at once, >= 1.
+    def processors(self, allowed: int) -> "Processors":
+        """How many threads can run at once.
 
         Args:
             allowed: processors the process may be scheduled on (its affinity).
         """
         quotas = [quota for group in self._groups("cpu") if (quota := _cpu_quota(group))]
-        return max(1, min([allowed, *(math.ceil(quota) for quota in quotas)]))
+        quota = min(quotas, default=None)
+        if quota is None or math.ceil(quota) >= allowed:
+            return Processors(max(1, allowed), "affinity")
+        return Processors(max(1, math.ceil(quota)), f"cgroup quota {quota:g} of {allowed}")
 
     def available_memory(self) -> int:
         """Bytes that can be allocated without swapping or meeting a limit."""
@@ -86,6 +89,16 @@ class Machine:
 
     def _status(self, name: str) -> int:
         return _kilobytes(self.proc / "self/status", name)
+
+
+@dataclass(frozen=True, slots=True)
+class Processors:
+    """Processors a process may use."""
+
+    count: int
+    """At least 1."""
+    bound_by: str
+    """What sets the number, for a line of the log."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 log = logging.getLogger(__name__)
@@ -16,6 +17,14 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _Job = tuple[Callable[[], Any], "asyncio.Future[Any]"]
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadTimes:
+    """What the thread has done since its start, nanoseconds; the call under way counts too."""
+
+    busy_ns: int
+    idle_ns: int
 
 
 class ModelThread:
@@ -31,7 +40,8 @@ class ModelThread:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._busy_since_ns: int | None = None
+        # Until when, and whether busy since then: replaced as a whole, as other threads read it.
+        self._past = (ThreadTimes(0, 0), time.monotonic_ns(), False)
         self._ended: asyncio.Future[None] = loop.create_future()
         self._thread = threading.Thread(target=self._work, name="model", daemon=True)
         self._thread.start()
@@ -39,8 +49,14 @@ class ModelThread:
     @property
     def busy_s(self) -> float:
         """How long the call under way has been running, seconds; 0 where there is none."""
-        since = self._busy_since_ns
-        return 0.0 if since is None else (time.monotonic_ns() - since) / 1e9
+        _, since_ns, busy = self._past
+        return (time.monotonic_ns() - since_ns) / 1e9 if busy else 0.0
+
+    def times(self) -> ThreadTimes:
+        """How long it has been busy and idle; may be called on any thread, and never goes back."""
+        now_ns = time.monotonic_ns()  # before the state is read: else it could go back
+        times, since_ns, busy = self._past
+        return _later(times, max(0, now_ns - since_ns), busy)
 
     def submit(self, call: Callable[[], T]) -> "asyncio.Future[T]":
         """Queues `call`; its result or exception becomes the future's.
@@ -67,7 +83,7 @@ class ModelThread:
             call, future = job
             if future.cancelled():
                 continue
-            self._busy_since_ns = time.monotonic_ns()
+            self._set_busy(True)
             try:
                 result = call()
             except Exception as error:  # noqa: BLE001 - it goes to whoever awaits the call
@@ -75,14 +91,25 @@ class ModelThread:
             else:
                 self._tell(_set_result, future, result)
             finally:
-                self._busy_since_ns = None
+                self._set_busy(False)
         self._tell(_set_result, self._ended, None)
+
+    def _set_busy(self, busy: bool) -> None:
+        now_ns = time.monotonic_ns()
+        times, since_ns, was_busy = self._past
+        self._past = (_later(times, now_ns - since_ns, was_busy), now_ns, busy)
 
     def _tell(self, settle: Callable[..., None], future: "asyncio.Future[Any]", value: Any) -> None:
         try:
             self._loop.call_soon_threadsafe(settle, future, value)
         except RuntimeError:
             log.debug("the loop is closed; a late result is dropped")
+
+
+def _later(times: ThreadTimes, by_ns: int, busy: bool) -> ThreadTimes:
+    if busy:
+        return ThreadTimes(times.busy_ns + by_ns, times.idle_ns)
+    return ThreadTimes(times.busy_ns, times.idle_ns + by_ns)
 
 
 def _set_result(future: "asyncio.Future[Any]", result: Any) -> None:

@@ -3,6 +3,7 @@
 Every value is frozen and complete. Knows neither protobuf nor torch.
 """
 
+import enum
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -99,6 +100,7 @@ class NewRow:
     seed: int
     """Key of the request's random numbers, below 2**64."""
     traceparent: str
+    """W3C context of the scheduler's span of the request; "" where no spans of it are kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +126,17 @@ class StepPlan:
     """[copies], blocks to copy before the forward."""
     copied_to: Column = field(default_factory=lambda: np.zeros(0, np.int64))
     """[copies], where to; all different, none of them copied from."""
+    traceparent: str = ""
+    """W3C context of the scheduler's span of this step; "" where no spans of it are kept."""
+
+
+class FailureKind(enum.Enum):
+    """What made one request impossible to compute."""
+
+    BAD_REQUEST = "bad_request"
+    """It came with a number that is out of range."""
+    NOT_FINITE = "not_finite"
+    """The model gave logits that are no numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,8 +144,21 @@ class SlotFailure:
     """One request could not be computed; the step went on without it."""
 
     slot: int
+    kind: FailureKind
     message: str
     """Says what failed, without text or ids of the request."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPhases:
+    """Parts of the execution of one step, microseconds; what is left is bookkeeping of rows."""
+
+    batch_us: int
+    """Checks, copies of blocks, and gathering the batch."""
+    forward_us: int
+    """The model."""
+    sample_us: int
+    """From logits to tokens on the host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +172,8 @@ class StepResult:
     token_ids: npt.NDArray[np.uint32]
     """[sum of counts], rows back to back."""
     failures: tuple[SlotFailure, ...]
+    phases: StepPhases | None = None
+    """Where the step is traced, and only there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

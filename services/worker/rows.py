@@ -15,6 +15,7 @@ import numpy.typing as npt
 from services.worker.plan import (
     Attachment,
     Column,
+    FailureKind,
     LinkProtocolError,
     NewRow,
     SlotFailure,
@@ -111,10 +112,10 @@ class RequestRows:
         self.tokens[slots, self.known[slots]] = token_ids
         self.known[slots] += 1
 
-    def fail(self, slot: int, message: str) -> None:
+    def fail(self, slot: int, kind: FailureKind, message: str) -> None:
         """Marks a row that cannot be computed any more; it stays so until it is released."""
         self._failed[slot] = True
-        self._failures[slot] = SlotFailure(slot=slot, message=message)
+        self._failures[slot] = SlotFailure(slot=slot, kind=kind, message=message)
 
     def block_table_digest(self) -> int:
         """Digest of all block tables, as `Step.block_table_digest` defines it."""
@@ -175,7 +176,7 @@ class RequestRows:
         self.seed[slot] = row.seed
         problem = _request_problem(row, limits.vocab_size)
         if problem is not None:
-            self.fail(slot, problem)
+            self.fail(slot, FailureKind.BAD_REQUEST, problem)
 
     def _append_blocks(self, plan: StepPlan) -> None:
         ids, counts, slots = plan.new_block_ids, plan.num_new_blocks, plan.slots

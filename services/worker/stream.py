@@ -65,6 +65,26 @@ class StepExecutor(Protocol):
         ...
 
 
+class StepObserver(Protocol):
+    """Sees what happens on one attachment, in order; called on the event loop."""
+
+    def received(self, plan: StepPlan, received_ns: int) -> None:
+        """A step came, at this time of `time.monotonic_ns`."""
+        ...
+
+    def answered(self, result: StepResult, timings: StepTimings) -> None:
+        """The oldest step without an answer was executed."""
+        ...
+
+    def failed(self, error: Exception) -> None:
+        """The oldest step without an answer failed."""
+        ...
+
+    def ended(self, kind: "EndKind") -> None:
+        """The attachment is over; what has no answer gets none."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkOptions:
     """Where and how to attach.
@@ -102,12 +122,27 @@ class End:
 
 
 class Stream:
-    """One Attach call: `read`, `write` and `stop_on` run side by side until one of them returns."""
+    """One Attach call: `read`, `write` and `stop_on` run side by side until one of them returns.
 
-    def __init__(self, call: _Call, options: LinkOptions, thread: ModelThread) -> None:
+    Args:
+        call: the call, begun.
+        options: where and how.
+        thread: where steps are executed.
+        observe: makes the observer of the attachment, or None: nobody watches.
+    """
+
+    def __init__(
+        self,
+        call: _Call,
+        options: LinkOptions,
+        thread: ModelThread,
+        observe: Callable[[Attachment], StepObserver] | None = None,
+    ) -> None:
         self._call = call
         self._options = options
         self._thread = thread
+        self._observe = observe
+        self._observer: StepObserver | None = None
         self._limits = options.registration.limits
         self._unanswered = 0
         self._attached = False
@@ -133,6 +168,8 @@ class Stream:
                 return
             timed = _TimedExecutor(await on_attached(attachment))
             self._attached = True
+            if self._observe is not None:
+                self._observer = self._observe(attachment)
             while (response := await self._call.read()) is not grpc.aio.EOF:
                 received = time.monotonic_ns()
                 message = codec.from_response(response)
@@ -156,15 +193,19 @@ class Stream:
         while (future := await self._results.get()) is not None:
             try:
                 answer = await future
-            except DeviceLost:
-                raise  # ends the process: no new attachment can help
-            except LinkProtocolError as error:
-                self._end(EndKind.BROKEN, f"protocol violation: {error}")
-                return
-            except Exception as error:  # noqa: BLE001 - logged where it was raised
-                self._end(EndKind.BROKEN, f"a step failed: {type(error).__name__}")
+            except Exception as error:  # logged where it was raised
+                if self._observer is not None:
+                    self._observer.failed(error)
+                if isinstance(error, DeviceLost):
+                    raise  # ends the process: no new attachment can help
+                if isinstance(error, LinkProtocolError):
+                    self._end(EndKind.BROKEN, f"protocol violation: {error}")
+                else:
+                    self._end(EndKind.BROKEN, f"a step failed: {type(error).__name__}")
                 return
             self._unanswered -= 1
+            if self._observer is not None:
+                self._observer.answered(answer.result, answer.timings)
             if not await self._write(codec.to_result(answer.result, answer.timings)):
                 await self._end_by_status()
                 return
@@ -187,12 +228,15 @@ class Stream:
         await asyncio.sleep(self._options.drain_timeout_s)
         self._end(EndKind.STOPPED, f"{self._unanswered} steps unanswered at the drain timeout")
 
-    def drop_pending(self) -> None:
-        """Steps that have not begun are not executed any more."""
+    def close(self) -> None:
+        """Steps that have not begun are not executed any more, and the observer is told."""
         while not self._results.empty():
             future = self._results.get_nowait()
             if future is not None:
                 future.cancel()
+        if self._observer is not None:
+            # None where an error is on its way that ends the process.
+            self._observer.ended(self._ended.kind if self._ended else EndKind.BROKEN)
 
     async def _register(self) -> Attachment | None:
         if not await self._write(codec.to_register(self._options.registration)):
@@ -231,6 +275,8 @@ class Stream:
                 "that is max_in_flight"
             )
         self._unanswered += 1
+        if self._observer is not None:
+            self._observer.received(plan, received_ns)
         self._results.put_nowait(
             self._thread.submit(functools.partial(timed.execute, plan, received_ns))
         )

@@ -50,6 +50,7 @@ def step(
     released: Sequence[int] = (),
     digest: int | None = None,
     copies: Sequence[tuple[int, int]] = (),
+    traceparent: str = "",
 ) -> worker_pb2.Step:
     """A step; each row is (slot, tokens to compute, block ids appended), each copy (from, to)."""
     return worker_pb2.Step(
@@ -64,6 +65,7 @@ def step(
         block_table_digest=digest,
         copied_from=u32([source for source, _ in copies]),
         copied_to=u32([target for _, target in copies]),
+        traceparent=traceparent,
     )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from services.worker.plan import Attachment, StepLimits, StepPlan, StepResult
+from services.worker.plan import Attachment, FailureKind, StepLimits, StepPlan, StepResult
 from services.worker.rows import RequestRows
 
 _LONGEST_HANG_S = 30.0
@@ -101,7 +101,7 @@ class ScriptedExecutor:
             prompt = rows.tokens[slot, :prompt_len].tolist()
             token = self._script.token(prompt, known - prompt_len)
             if token is None:
-                rows.fail(slot, "told to fail")
+                rows.fail(slot, FailureKind.NOT_FINITE, "told to fail")
                 continue
             counts[row] = 1
             tokens.append(token)

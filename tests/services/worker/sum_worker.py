@@ -75,6 +75,8 @@ class SumExecutor:
         rows.apply(plan)
         rows.advance(plan.slots, plan.num_tokens)
         sampled = plan.slots[rows.computed[plan.slots] == rows.known[plan.slots]]
+        failures = rows.failures(plan.slots)
+        sampled = sampled[~np.isin(sampled, [failure.slot for failure in failures])]
         tokens = np.array(
             [next_token(rows.tokens[slot, : rows.known[slot]]) for slot in sampled], np.int64
         )
@@ -84,14 +86,14 @@ class SumExecutor:
             step_id=plan.step_id,
             counts=np.isin(plan.slots, sampled).astype(np.uint8),
             token_ids=tokens.astype(np.uint32),
-            failures=(),
+            failures=failures,
         )
 
 
 class Worker:
     """The link under test, and what it did."""
 
-    def __init__(self, address, drain_timeout_s=5.0, register_timeout_s=10.0):
+    def __init__(self, address, drain_timeout_s=5.0, register_timeout_s=10.0, observe=None):
         self.stopping = asyncio.Event()
         self.executors: list[SumExecutor] = []
         self.ready: list[bool] = []
@@ -106,6 +108,7 @@ class Worker:
             make_executor=self._make,
             thread=self.thread,
             on_ready=self._on_ready,
+            observe=observe,
         )
 
     def _make(self, attachment):

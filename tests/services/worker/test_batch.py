@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from services.worker.batch import gather
-from services.worker.plan import Attachment, NewRow, StepLimits, StepPlan
+from services.worker.plan import Attachment, FailureKind, NewRow, StepLimits, StepPlan
 from services.worker.rows import RequestRows
 
 CPU = torch.device("cpu")
@@ -188,7 +188,7 @@ def test_random_schedules_match_loops(seed):
                 request.tokens.append(by_slot[request.slot])
                 if rng.random() < 0.05:
                     request.failed = True
-                    rows.fail(request.slot, "not finite")
+                    rows.fail(request.slot, FailureKind.NOT_FINITE, "not finite")
     assert mixed > 10
 
 

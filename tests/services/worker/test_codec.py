@@ -5,6 +5,7 @@ from quire.v1 import token_pb2, worker_pb2
 from services.worker import codec
 from services.worker.plan import (
     Attachment,
+    FailureKind,
     Goodbye,
     LinkProtocolError,
     Registration,
@@ -74,7 +75,7 @@ def test_step_columns_and_new_requests():
                     top_p=0.75,
                     top_k=3,
                     seed=2**64 - 1,
-                    traceparent="00-x",
+                    traceparent=SAMPLED,
                 )
             ],
             rows=[(1, 1, [15, 3]), (0, 4, [])],
@@ -93,7 +94,7 @@ def test_step_columns_and_new_requests():
     (row,) = plan.new_rows
     assert (row.slot, row.token_ids.tolist(), row.prompt_len) == (1, [7, 2**32 - 1], 1)
     assert (row.num_computed, row.temperature, row.top_p) == (1, 0.5, 0.75)
-    assert (row.top_k, row.seed, row.traceparent) == (3, 2**64 - 1, "00-x")
+    assert (row.top_k, row.seed, row.traceparent) == (3, 2**64 - 1, SAMPLED)
 
 
 def test_a_step_without_rows_and_without_digest():
@@ -182,7 +183,7 @@ def test_result_on_the_wire():
             step_id=11,
             counts=np.array([1, 0, 1], np.uint8),
             token_ids=np.array([70_000, 5], np.uint32),
-            failures=(SlotFailure(slot=8, message="not finite"),),
+            failures=(SlotFailure(slot=8, kind=FailureKind.NOT_FINITE, message="not finite"),),
         ),
         StepTimings(wait_us=1, execute_us=2, idle_us=3),
     ).result

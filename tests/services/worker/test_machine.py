@@ -23,7 +23,7 @@ def machine(tmp_path, groups: str, files: dict[str, str]) -> Machine:
 def test_without_control_groups_the_machine_is_the_limit(tmp_path):
     free = machine(tmp_path, "", {})
     assert free.available_memory() == 8 * GIB
-    assert free.processors(6) == 6
+    assert free.processors(6).count == 6
 
 
 def test_version_2_limits_of_every_level_count(tmp_path):
@@ -41,8 +41,8 @@ def test_version_2_limits_of_every_level_count(tmp_path):
         },
     )
     assert inside.available_memory() == 3 * GIB
-    assert inside.processors(16) == 3
-    assert inside.processors(2) == 2
+    assert inside.processors(16).count == 3
+    assert inside.processors(2).count == 2
 
 
 def test_version_1_limits_and_a_path_that_is_not_mounted(tmp_path):
@@ -58,7 +58,7 @@ def test_version_1_limits_and_a_path_that_is_not_mounted(tmp_path):
         },
     )
     assert inside.available_memory() == GIB // 2 + 4096
-    assert inside.processors(16) == 1
+    assert inside.processors(16).count == 1
 
 
 def test_an_unlimited_quota_is_none(tmp_path):
@@ -67,7 +67,7 @@ def test_an_unlimited_quota_is_none(tmp_path):
         "3:cpu:/\n",
         {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"},
     )
-    assert inside.processors(16) == 16
+    assert inside.processors(16).count == 16
 
 
 def test_more_used_than_allowed_leaves_nothing(tmp_path):
@@ -79,7 +79,7 @@ def test_this_process():
     here = Machine()
     assert 0 < here.resident() <= here.peak_resident()
     assert here.available_memory() > 0
-    assert here.processors(len(os.sched_getaffinity(0))) >= 1
+    assert here.processors(len(os.sched_getaffinity(0))).count >= 1
     assert here.age_s() > 0
 
 
