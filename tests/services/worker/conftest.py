@@ -84,7 +84,13 @@ class TestBench:
         )
         return replace(granted, **changes)
 
-    def runner(self, attachment: Attachment | None = None, num_blocks: int | None = None) -> Runner:
+    def runner(
+        self,
+        attachment: Attachment | None = None,
+        num_blocks: int | None = None,
+        *,
+        traced: bool = False,
+    ) -> Runner:
         """A runner with empty rows and a cache of its own."""
         config = self.loaded.config
         spec = KVCacheSpec(
@@ -96,7 +102,7 @@ class TestBench:
         )
         cache = self.kernels.allocate_kv_cache(spec, num_blocks or self.limits.num_blocks, CPU)
         rows = RequestRows(attachment or self.attachment(), self.limits)
-        return Runner(self.loaded.model, cache, rows, CPU)
+        return Runner(self.loaded.model, cache, rows, CPU, traced=traced)
 
     def alone(self, prompt: list[int], length: int) -> list[int]:
         """Greedy continuation of one request: prompt in one step, then a token a step."""

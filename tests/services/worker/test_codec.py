@@ -17,6 +17,8 @@ from services.worker.plan import (
 )
 from tests.fakes.scheduler_link import ids, new_request, step, u32
 
+SAMPLED = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
 LIMITS = StepLimits(
     block_size=4,
     num_blocks=16,
@@ -102,6 +104,19 @@ def test_a_step_without_rows_and_without_digest():
     assert plan.slots.size == plan.num_tokens.size == plan.new_block_ids.size == 0
     assert plan.copied_from.size == plan.copied_to.size == 0
     assert plan.block_table_digest is None
+
+
+@pytest.mark.parametrize("context", ["", SAMPLED[:-1] + "0", "00-x", SAMPLED])
+def test_only_the_context_of_a_sampled_trace_goes_further(context):
+    kept = SAMPLED if context == SAMPLED else ""
+    message = step(
+        step_id=1,
+        new=[new_request(0, [1], traceparent=context)],
+        rows=[(0, 1, [1])],
+        traceparent=context,
+    )
+    plan = decoded(message)
+    assert (plan.traceparent, plan.new_rows[0].traceparent) == (kept, kept)
 
 
 def test_a_digest_of_zero_is_a_digest():

@@ -1,3 +1,4 @@
+import logging
 import re
 import shutil
 from dataclasses import replace
@@ -36,13 +37,25 @@ def test_limits_come_from_settings_and_model(model_folder, bench):
     # 2 layers, keys and values, 2 heads of 16 numbers of 4 bytes: 8 KiB a block of 16 tokens.
     assert (limits.num_blocks, engine.cache.num_blocks) == (128, 128)
     assert torch.get_num_threads() == 1
+    assert (engine.footprint.threads, engine.footprint.kv_cache_bytes) == (1, 2**20)
+    assert engine.footprint.load_s > 0
 
 
-def test_workers_of_one_machine_share_its_processors(model_folder):
+def test_workers_of_one_machine_share_its_processors(model_folder, caplog):
+    caplog.set_level(logging.INFO)
     argv = ["--model", "m", "--device", "cpu", "--max-num-batched-tokens", "24"]
     shared = read_settings([*argv, "--kv-cache-memory", "1MiB", "--local-workers", "10000"], {})
     load_engine(shared, model_folder, Machine(), StartUp(age_s=0.0))
     assert torch.get_num_threads() == 1
+    (line,) = [text for text in caplog.messages if text.startswith("computing in")]
+    assert line.startswith("computing in float32 on cpu, 1 threads (")
+    assert line.endswith(", 10000 local workers)")
+
+
+def test_the_log_says_that_the_number_of_threads_was_told(model_folder, caplog):
+    caplog.set_level(logging.INFO)
+    load(model_folder, "--kv-cache-memory", "1MiB", "--dtype", "bfloat16")
+    assert "computing in bfloat16 on cpu, 1 threads (--num-threads)" in caplog.messages
 
 
 def test_each_attachment_starts_empty(model_folder):

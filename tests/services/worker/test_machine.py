@@ -3,7 +3,7 @@ import os
 
 import pytest
 
-from services.worker.machine import Machine, claim_name
+from services.worker.machine import Machine, Processors, claim_name
 
 GIB = 2**30
 
@@ -41,8 +41,9 @@ def test_version_2_limits_of_every_level_count(tmp_path):
         },
     )
     assert inside.available_memory() == 3 * GIB
-    assert inside.processors(16).count == 3
-    assert inside.processors(2).count == 2
+    assert inside.processors(16) == Processors(3, "cgroup quota 2.5 of 16")
+    assert inside.processors(3) == Processors(3, "affinity")
+    assert inside.processors(2) == Processors(2, "affinity")
 
 
 def test_version_1_limits_and_a_path_that_is_not_mounted(tmp_path):

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import random
+import time
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -310,3 +311,22 @@ def test_what_the_forward_raises_is_passed_on(bench, limits):
     request = Request(prompt(1, 9), GREEDY)
     with pytest.raises((IndexError, RuntimeError)):
         schedule.step((request, 9), slots={id(request): 0})
+
+
+def test_only_traced_steps_of_a_runner_that_traces_are_measured(bench, limits):
+    for traced in (True, False):
+        runner = bench.runner(traced=traced)
+        schedule = Schedule(runner, limits)
+        request = Request(prompt(1, 9), GREEDY)
+        plan = schedule.plan([(request, 9)], {id(request): 0})
+        began = time.monotonic_ns()
+        phases = runner.execute(dataclasses.replace(plan, traceparent="00-1-1-01")).phases
+        took_us = (time.monotonic_ns() - began) // 1000
+        if traced:
+            assert phases.forward_us > 0
+            assert phases.batch_us + phases.forward_us + phases.sample_us <= took_us
+        else:
+            assert phases is None
+        request.computed += 9
+        request.tokens.append(1)
+        assert runner.execute(schedule.plan([(request, 1)], None)).phases is None
