@@ -90,13 +90,13 @@ class WorkerMetrics:
     def _count(self, metrics: Metrics, thread: ModelThread) -> None:
         before = thread.times()
         metrics.counter(
-            "quire.worker.busy.time",
+            "quire.worker.busy_time",
             "Time with a step on the model thread, the one under way included.",
             lambda: [((thread.times().busy_ns - before.busy_ns) / 1e9, {})],
             unit="s",
         )
         metrics.counter(
-            "quire.worker.idle.time",
+            "quire.worker.idle_time",
             "Time without a step on the model thread.",
             lambda: [((thread.times().idle_ns - before.idle_ns) / 1e9, {})],
             unit="s",
@@ -123,7 +123,7 @@ class WorkerMetrics:
             unit="{step}",
         )
         metrics.counter(
-            "quire.worker.link.ends",
+            "quire.worker.link_ends",
             "Attachments that are over.",
             _by("reason", self._link_ends),
         )
@@ -141,12 +141,12 @@ class WorkerMetrics:
             unit="{row}",
         )
         for name, description, unit, value in (
-            ("kv.blocks", "Blocks of the KV cache.", "{block}", limits.num_blocks),
-            ("kv.memory", "Memory of the KV cache.", "By", footprint.kv_cache_bytes),
+            ("kv_blocks", "Blocks of the KV cache.", "{block}", limits.num_blocks),
+            ("kv_memory", "Memory of the KV cache.", "By", footprint.kv_cache_bytes),
             ("threads", "Threads of one operation on the CPU.", "{thread}", footprint.threads),
-            ("load.time", "Time to load the weights.", "s", footprint.load_s),
+            ("load_time", "Time to load the weights.", "s", footprint.load_s),
             (
-                "largest_step.memory",
+                "largest_step_memory",
                 "Most memory of one step beside weights and KV cache.",
                 "By",
                 footprint.largest_step_bytes,
@@ -164,7 +164,7 @@ def _show_device(metrics: Metrics, device: torch.device) -> None:
         ]
 
     metrics.gauge(
-        "quire.worker.device.memory",
+        "quire.worker.device_memory",
         "Memory of the GPU: in tensors, taken by this process, and all there is.",
         read,
         unit="By",

@@ -152,7 +152,7 @@ class AttachmentSpans:
             "quire.last_step": int(self._last_step[slot]) or stay.first_step,
             "quire.prefill_tokens": int(self._prefill[slot]),
             "quire.decode_tokens": int(self._decode[slot]),
-            "quire.worker.execute_ms": round(float(self._execute_us[slot]) / 1000, 3),
+            "quire.worker_ms": round(float(self._execute_us[slot]) / 1000, 3),
         }
         failure = self._failures.pop(slot, error)
         span = (stay.began_ns, ended_ns)
