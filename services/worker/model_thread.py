@@ -16,6 +16,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+# Nanoseconds busy and idle until an instant, that instant, and whether it is busy since then.
+_Past = tuple[int, int, int, bool]
 _Job = tuple[Callable[[], Any], "asyncio.Future[Any]"]
 
 
@@ -40,8 +42,8 @@ class ModelThread:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        # Until when, and whether busy since then: replaced as a whole, as other threads read it.
-        self._past = (ThreadTimes(0, 0), time.monotonic_ns(), False)
+        # Replaced as a whole, since other threads read it.
+        self._past: _Past = (0, 0, time.monotonic_ns(), False)
         self._ended: asyncio.Future[None] = loop.create_future()
         self._thread = threading.Thread(target=self._work, name="model", daemon=True)
         self._thread.start()
@@ -49,14 +51,15 @@ class ModelThread:
     @property
     def busy_s(self) -> float:
         """How long the call under way has been running, seconds; 0 where there is none."""
-        _, since_ns, busy = self._past
+        _, _, since_ns, busy = self._past
         return (time.monotonic_ns() - since_ns) / 1e9 if busy else 0.0
 
     def times(self) -> ThreadTimes:
         """How long it has been busy and idle; may be called on any thread, and never goes back."""
         now_ns = time.monotonic_ns()  # before the state is read: else it could go back
-        times, since_ns, busy = self._past
-        return _later(times, max(0, now_ns - since_ns), busy)
+        # An instant after `now_ns` means that the state is newer than it.
+        busy_ns, idle_ns, _, _ = _later(self._past, now_ns)
+        return ThreadTimes(busy_ns, idle_ns)
 
     def submit(self, call: Callable[[], T]) -> "asyncio.Future[T]":
         """Queues `call`; its result or exception becomes the future's.
@@ -96,8 +99,8 @@ class ModelThread:
 
     def _set_busy(self, busy: bool) -> None:
         now_ns = time.monotonic_ns()
-        times, since_ns, was_busy = self._past
-        self._past = (_later(times, now_ns - since_ns, was_busy), now_ns, busy)
+        busy_ns, idle_ns, _, _ = _later(self._past, now_ns)
+        self._past = (busy_ns, idle_ns, now_ns, busy)
 
     def _tell(self, settle: Callable[..., None], future: "asyncio.Future[Any]", value: Any) -> None:
         try:
@@ -106,10 +109,12 @@ class ModelThread:
             log.debug("the loop is closed; a late result is dropped")
 
 
-def _later(times: ThreadTimes, by_ns: int, busy: bool) -> ThreadTimes:
+def _later(past: _Past, now_ns: int) -> _Past:
+    busy_ns, idle_ns, since_ns, busy = past
+    passed_ns = max(0, now_ns - since_ns)
     if busy:
-        return ThreadTimes(times.busy_ns + by_ns, times.idle_ns)
-    return ThreadTimes(times.busy_ns, times.idle_ns + by_ns)
+        return busy_ns + passed_ns, idle_ns, now_ns, True
+    return busy_ns, idle_ns + passed_ns, now_ns, False
 
 
 def _set_result(future: "asyncio.Future[Any]", result: Any) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import re
 import signal
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.fakes.scheduler_link import FakeScheduler, ids, new_request, step
+from tests.services.worker.scraping import scrape
 
 ROOT = Path(__file__).parents[3]
 
@@ -82,6 +84,38 @@ async def test_from_start_to_sigterm(tmp_path, model_folder, bench):
     lines = log.decode().splitlines()
     assert [line for line in lines if "ready after" in line and "import" in line]
     assert not [line for line in lines if " E " in line or "Traceback" in line]
+
+
+async def test_metrics_are_served_while_it_runs(tmp_path, model_folder):
+    scheduler_address = f"unix://{tmp_path}/s.sock"
+    argv = [
+        *("--model", str(model_folder), "--scheduler", scheduler_address, "--device", "cpu"),
+        *("--kv-cache-memory", "100KiB", "--num-threads", "1", "--max-num-seqs", "3"),
+        *("--enable-metrics", "--metrics-port", "0"),
+    ]
+    async with FakeScheduler.listening(scheduler_address) as scheduler, worker(*argv) as process:
+        link = await scheduler.next_link()
+        log = ""
+        while (found := re.search(r"metrics on http://127\.0\.0\.1:(\d+)/metrics", log)) is None:
+            log += (await process.stderr.readline()).decode()
+        assert "computing in float32 on cpu, 1 threads (--num-threads)" in log
+        await link.accept(epoch=1)
+        await link.send(
+            step(step_id=1, new=[new_request(2, [11, 12, 13])], rows=[(2, 3, [1])]),
+            step(step_id=2, rows=[(2, 1, [])]),
+        )
+        await link.result()
+        await link.result()
+        read = await asyncio.to_thread(scrape, int(found[1]))
+        assert read["quire_worker_tokens_total", "prefill"] == 3
+        assert read["quire_worker_tokens_total", "decode"] == 1
+        assert read["quire_worker_attached",] == 1
+        assert read["quire_worker_load_time_seconds",] > 0
+        assert read["quire_worker_busy_time_seconds_total",] > 0
+        process.send_signal(signal.SIGTERM)
+        assert (await link.received()).WhichOneof("message") == "bye"
+        await process.communicate()
+        assert process.returncode == 0
 
 
 async def test_a_model_that_is_not_there_is_one_line_and_exit_code_2(tmp_path):

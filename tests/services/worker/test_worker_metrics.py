@@ -2,12 +2,10 @@
 
 import asyncio
 import contextlib
-import http.client
 
 import pytest
 import torch
 from opentelemetry.sdk.resources import Resource
-from prometheus_client.parser import text_string_to_metric_families
 
 from services.chassis.metrics import Metrics
 from services.worker.engine import Footprint
@@ -15,6 +13,7 @@ from services.worker.metrics import WorkerMetrics, error_type
 from services.worker.observer import AttachmentObserver
 from services.worker.plan import DeviceLost
 from tests.fakes.scheduler_link import FakeScheduler, new_request, step
+from tests.services.worker.scraping import scrape
 from tests.services.worker.sum_worker import LIMITS, Worker, attached, eventually, running
 
 FOOTPRINT = Footprint(threads=3, load_s=1.5, largest_step_bytes=2**20, kv_cache_bytes=2**21)
@@ -43,21 +42,10 @@ class Scraped:
 
     async def read(self):
         """Every sample by its name and labels."""
-        text = await asyncio.to_thread(self._get)
-        return {
-            (sample.name, *sample.labels.values()): sample.value
-            for family in text_string_to_metric_families(text)
-            for sample in family.samples
-        }
+        return await asyncio.to_thread(scrape, self._port)
 
     async def value(self, name, *labels):
         return (await self.read()).get((f"quire_worker_{name}", *labels))
-
-    def _get(self):
-        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=10)
-        with contextlib.closing(connection):
-            connection.request("GET", "/metrics")
-            return connection.getresponse().read().decode()
 
     def close(self):
         self._metrics.close()
