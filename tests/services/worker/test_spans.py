@@ -183,11 +183,15 @@ async def test_a_slot_that_is_used_again_begins_anew(address, traces):
                 released=[0],
                 new=[new_request(0, [5, 6, 7], traceparent=OTHER)],
                 rows=[(0, 3, [1])],
+                traceparent=STEP,
             ),
             step(step_id=4, released=[0], new=[new_request(0, [5])], rows=[(0, 1, [1])]),
             step(step_id=5, released=[0]),
         )
         first, second = traces.requests
+        (only_step,) = traces.steps
+    its_ms = only_step.attributes["quire.step.execute_ms"]
+    assert second.attributes["quire.worker_ms"] == pytest.approx(its_ms, abs=0.001)
     says(first, quire_steps=2, quire_prefill_tokens=2, quire_decode_tokens=1, quire_first_step=1)
     says(second, quire_steps=1, quire_prefill_tokens=3, quire_decode_tokens=0, quire_first_step=3)
     assert [parent_of(first), parent_of(second)] == [named_by(REQUEST), named_by(OTHER)]
