@@ -106,7 +106,7 @@ def load_engine(
     dtype = _dtype(settings.dtype, device)
     threads_from = _set_threads(settings, machine) if device.type == "cpu" else "torch's default"
     log.info(
-        "computing in %s on %s, %d threads (%s)",
+        "computing in %s on %s, threads: %d (%s)",
         str(dtype).removeprefix("torch."),
         _named(device),
         torch.get_num_threads(),
@@ -243,7 +243,7 @@ def _set_threads(settings: WorkerSettings, machine: Machine) -> str:
     processors = machine.processors(len(os.sched_getaffinity(0)))
     torch.set_num_threads(max(1, processors.count // settings.local_workers))
     found = f"{processors.count} processors by {processors.bound_by}"
-    return f"{found}, {settings.local_workers} local workers"
+    return f"{found}, --local-workers {settings.local_workers}"
 
 
 def _dtype(name: str, device: torch.device) -> torch.dtype:

@@ -48,14 +48,14 @@ def test_workers_of_one_machine_share_its_processors(model_folder, caplog):
     load_engine(shared, model_folder, Machine(), StartUp(age_s=0.0))
     assert torch.get_num_threads() == 1
     (line,) = [text for text in caplog.messages if text.startswith("computing in")]
-    assert line.startswith("computing in float32 on cpu, 1 threads (")
-    assert line.endswith(", 10000 local workers)")
+    assert line.startswith("computing in float32 on cpu, threads: 1 (")
+    assert line.endswith(", --local-workers 10000)")
 
 
 def test_the_log_says_that_the_number_of_threads_was_told(model_folder, caplog):
     caplog.set_level(logging.INFO)
     load(model_folder, "--kv-cache-memory", "1MiB", "--dtype", "bfloat16")
-    assert "computing in bfloat16 on cpu, 1 threads (--num-threads)" in caplog.messages
+    assert "computing in bfloat16 on cpu, threads: 1 (--num-threads)" in caplog.messages
 
 
 def test_each_attachment_starts_empty(model_folder):

@@ -98,7 +98,7 @@ async def test_metrics_are_served_while_it_runs(tmp_path, model_folder):
         log = ""
         while (found := re.search(r"metrics on http://127\.0\.0\.1:(\d+)/metrics", log)) is None:
             log += (await process.stderr.readline()).decode()
-        assert "computing in float32 on cpu, 1 threads (--num-threads)" in log
+        assert "computing in float32 on cpu, threads: 1 (--num-threads)" in log
         await link.accept(epoch=1)
         await link.send(
             step(step_id=1, new=[new_request(2, [11, 12, 13])], rows=[(2, 3, [1])]),
