@@ -141,18 +141,23 @@ class WorkerMetrics:
             unit="{row}",
         )
         for name, description, unit, value in (
-            ("kv_blocks", "Blocks of the KV cache.", "{block}", limits.num_blocks),
-            ("kv_memory", "Memory of the KV cache.", "By", footprint.kv_cache_bytes),
-            ("threads", "Threads of one operation on the CPU.", "{thread}", footprint.threads),
-            ("load_time", "Time to load the weights.", "s", footprint.load_s),
+            ("quire.worker.kv_blocks", "Blocks of the KV cache.", "{block}", limits.num_blocks),
+            ("quire.worker.kv_memory", "Memory of the KV cache.", "By", footprint.kv_cache_bytes),
             (
-                "largest_step_memory",
+                "quire.worker.threads",
+                "Threads of one operation on the CPU.",
+                "{thread}",
+                footprint.threads,
+            ),
+            ("quire.worker.load_time", "Time to load the weights.", "s", footprint.load_s),
+            (
+                "quire.worker.largest_step_memory",
                 "Most memory of one step beside weights and KV cache.",
                 "By",
                 footprint.largest_step_bytes,
             ),
         ):
-            metrics.gauge(f"quire.worker.{name}", description, _always(value), unit=unit)
+            metrics.gauge(name, description, _always(value), unit=unit)
 
 
 def _show_device(metrics: Metrics, device: torch.device) -> None:

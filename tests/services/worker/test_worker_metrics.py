@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from tests.fakes.scheduler_link import FakeScheduler, new_request, step
 from tests.services.worker.scraping import scrape
 from tests.services.worker.sum_worker import LIMITS, Worker, attached, eventually, running
 
+ROOT = Path(__file__).parents[3]
 FOOTPRINT = Footprint(threads=3, load_s=1.5, largest_step_bytes=2**20, kv_cache_bytes=2**21)
 
 
@@ -169,3 +172,11 @@ def test_the_types_of_errors_are_a_bounded_set():
     assert error_type(DeviceLost("cuda:0")) == "DeviceLost"
     assert error_type(torch.OutOfMemoryError("x")) == "OutOfMemoryError"
     assert error_type(Odd()) == "other"
+
+
+def test_every_metric_is_documented_and_every_documented_one_is_there():
+    told = (ROOT / "docs/operations.md").read_text()
+    made = (ROOT / "services/worker/metrics.py").read_text()
+    documented = re.findall(r"^\| `(quire\.worker\.[a-z_.]+)` \|", told, re.MULTILINE)
+    assert sorted(documented) == sorted(re.findall(r'"(quire\.worker\.[a-z_.]+)"', made))
+    assert len(documented) > 10
