@@ -29,6 +29,7 @@ from services.scheduler.core.config import Config
 from services.scheduler.core.plan import StepPlan, StepResult, WorkerSpec
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.engine_loop import Caller, EngineLoop, WorkerLink
+from services.scheduler.facts import WorkerKind
 from services.scheduler.hashing import SHA256
 from services.scheduler.link_timings import StepTimings
 from services.scheduler.outbox import Outbox
@@ -225,7 +226,7 @@ async def _bench() -> AsyncIterator[_Bench]:
     hasher = PromptHasher(SHA256, SessionChains())
     async with asyncio.TaskGroup() as tasks, contextlib.AsyncExitStack() as callers:
         running = [tasks.create_task(loop.run())]
-        link = await loop.attach(_spec(), "benchmark", "benchmark")
+        link = await loop.attach(_spec(), "benchmark", "benchmark", WorkerKind())
         worker = _Worker(loop, link)
         running.append(tasks.create_task(worker.run()))
         sessions = []

@@ -24,7 +24,7 @@ class GetLoadsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetLoadsResponse(_message.Message):
-    __slots__ = ("running", "waiting", "accepted", "ended", "workers", "counters", "waiting_tokens", "classes", "tenants", "stall")
+    __slots__ = ("running", "waiting", "accepted", "ended", "workers", "counters", "waiting_tokens", "classes", "tenants", "stall", "version", "uptime_us", "model", "latencies")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
@@ -35,6 +35,10 @@ class GetLoadsResponse(_message.Message):
     CLASSES_FIELD_NUMBER: _ClassVar[int]
     TENANTS_FIELD_NUMBER: _ClassVar[int]
     STALL_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_US_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    LATENCIES_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: int
     accepted: int
@@ -45,10 +49,30 @@ class GetLoadsResponse(_message.Message):
     classes: _containers.RepeatedCompositeFieldContainer[ClassLoad]
     tenants: _containers.RepeatedCompositeFieldContainer[TenantLoad]
     stall: Stall
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., accepted: _Optional[int] = ..., ended: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerLoad, _Mapping]]] = ..., counters: _Optional[_Union[SchedulerCounters, _Mapping]] = ..., waiting_tokens: _Optional[int] = ..., classes: _Optional[_Iterable[_Union[ClassLoad, _Mapping]]] = ..., tenants: _Optional[_Iterable[_Union[TenantLoad, _Mapping]]] = ..., stall: _Optional[_Union[Stall, _Mapping]] = ...) -> None: ...
+    version: str
+    uptime_us: int
+    model: str
+    latencies: Latencies
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., accepted: _Optional[int] = ..., ended: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerLoad, _Mapping]]] = ..., counters: _Optional[_Union[SchedulerCounters, _Mapping]] = ..., waiting_tokens: _Optional[int] = ..., classes: _Optional[_Iterable[_Union[ClassLoad, _Mapping]]] = ..., tenants: _Optional[_Iterable[_Union[TenantLoad, _Mapping]]] = ..., stall: _Optional[_Union[Stall, _Mapping]] = ..., version: _Optional[str] = ..., uptime_us: _Optional[int] = ..., model: _Optional[str] = ..., latencies: _Optional[_Union[Latencies, _Mapping]] = ...) -> None: ...
+
+class Latencies(_message.Message):
+    __slots__ = ("requests", "ttft_us_p50", "ttft_us_p95", "tpot_requests", "tpot_us_p50", "tpot_us_p95")
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    TTFT_US_P50_FIELD_NUMBER: _ClassVar[int]
+    TTFT_US_P95_FIELD_NUMBER: _ClassVar[int]
+    TPOT_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    TPOT_US_P50_FIELD_NUMBER: _ClassVar[int]
+    TPOT_US_P95_FIELD_NUMBER: _ClassVar[int]
+    requests: int
+    ttft_us_p50: int
+    ttft_us_p95: int
+    tpot_requests: int
+    tpot_us_p50: int
+    tpot_us_p95: int
+    def __init__(self, requests: _Optional[int] = ..., ttft_us_p50: _Optional[int] = ..., ttft_us_p95: _Optional[int] = ..., tpot_requests: _Optional[int] = ..., tpot_us_p50: _Optional[int] = ..., tpot_us_p95: _Optional[int] = ...) -> None: ...
 
 class ClassLoad(_message.Message):
-    __slots__ = ("name", "running", "waiting", "weight", "ttft_met", "ttft_missed", "targets_met", "targets_missed")
+    __slots__ = ("name", "running", "waiting", "weight", "ttft_met", "ttft_missed", "targets_met", "targets_missed", "latencies")
     NAME_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
@@ -57,6 +81,7 @@ class ClassLoad(_message.Message):
     TTFT_MISSED_FIELD_NUMBER: _ClassVar[int]
     TARGETS_MET_FIELD_NUMBER: _ClassVar[int]
     TARGETS_MISSED_FIELD_NUMBER: _ClassVar[int]
+    LATENCIES_FIELD_NUMBER: _ClassVar[int]
     name: str
     running: int
     waiting: int
@@ -65,7 +90,8 @@ class ClassLoad(_message.Message):
     ttft_missed: int
     targets_met: int
     targets_missed: int
-    def __init__(self, name: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., weight: _Optional[int] = ..., ttft_met: _Optional[int] = ..., ttft_missed: _Optional[int] = ..., targets_met: _Optional[int] = ..., targets_missed: _Optional[int] = ...) -> None: ...
+    latencies: Latencies
+    def __init__(self, name: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., weight: _Optional[int] = ..., ttft_met: _Optional[int] = ..., ttft_missed: _Optional[int] = ..., targets_met: _Optional[int] = ..., targets_missed: _Optional[int] = ..., latencies: _Optional[_Union[Latencies, _Mapping]] = ...) -> None: ...
 
 class TenantLoad(_message.Message):
     __slots__ = ("name", "running", "waiting", "served_tokens")
@@ -90,7 +116,7 @@ class Stall(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., reason: _Optional[str] = ..., stalled_us: _Optional[int] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("worker_id", "epoch", "running", "blocks_total", "blocks_free", "blocks_evictable", "steps", "steps_in_flight", "timings", "blocks_pinned")
+    __slots__ = ("worker_id", "epoch", "running", "blocks_total", "blocks_free", "blocks_evictable", "steps", "steps_in_flight", "timings", "blocks_pinned", "max_num_seqs", "max_num_batched_tokens", "computed_tokens", "execute_us", "attached_us", "device", "dtype", "version")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
@@ -101,6 +127,14 @@ class WorkerLoad(_message.Message):
     STEPS_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_PINNED_FIELD_NUMBER: _ClassVar[int]
+    MAX_NUM_SEQS_FIELD_NUMBER: _ClassVar[int]
+    MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    EXECUTE_US_FIELD_NUMBER: _ClassVar[int]
+    ATTACHED_US_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     epoch: int
     running: int
@@ -111,7 +145,15 @@ class WorkerLoad(_message.Message):
     steps_in_flight: int
     timings: LinkTimings
     blocks_pinned: int
-    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., running: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_free: _Optional[int] = ..., blocks_evictable: _Optional[int] = ..., steps: _Optional[int] = ..., steps_in_flight: _Optional[int] = ..., timings: _Optional[_Union[LinkTimings, _Mapping]] = ..., blocks_pinned: _Optional[int] = ...) -> None: ...
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    computed_tokens: int
+    execute_us: int
+    attached_us: int
+    device: str
+    dtype: str
+    version: str
+    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., running: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_free: _Optional[int] = ..., blocks_evictable: _Optional[int] = ..., steps: _Optional[int] = ..., steps_in_flight: _Optional[int] = ..., timings: _Optional[_Union[LinkTimings, _Mapping]] = ..., blocks_pinned: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., execute_us: _Optional[int] = ..., attached_us: _Optional[int] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., version: _Optional[str] = ...) -> None: ...
 
 class LinkTimings(_message.Message):
     __slots__ = ("steps", "link_us_p50", "link_us_p99", "execute_us_p50", "execute_us_p99", "idle_us_p50")

@@ -28,7 +28,7 @@ class AttachResponse(_message.Message):
     def __init__(self, registered: _Optional[_Union[Registered, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., bye: _Optional[_Union[_token_pb2.Bye, _Mapping]] = ...) -> None: ...
 
 class Register(_message.Message):
-    __slots__ = ("worker_id", "instance_id", "protocol_major", "model", "model_digest", "dtype", "device", "block_size", "num_blocks", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "vocab_size", "eos_token_ids", "max_in_flight")
+    __slots__ = ("worker_id", "instance_id", "protocol_major", "model", "model_digest", "dtype", "device", "block_size", "num_blocks", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "vocab_size", "eos_token_ids", "max_in_flight", "version")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_MAJOR_FIELD_NUMBER: _ClassVar[int]
@@ -44,6 +44,7 @@ class Register(_message.Message):
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     MAX_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     instance_id: str
     protocol_major: int
@@ -59,7 +60,8 @@ class Register(_message.Message):
     vocab_size: int
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
     max_in_flight: int
-    def __init__(self, worker_id: _Optional[str] = ..., instance_id: _Optional[str] = ..., protocol_major: _Optional[int] = ..., model: _Optional[str] = ..., model_digest: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., max_in_flight: _Optional[int] = ...) -> None: ...
+    version: str
+    def __init__(self, worker_id: _Optional[str] = ..., instance_id: _Optional[str] = ..., protocol_major: _Optional[int] = ..., model: _Optional[str] = ..., model_digest: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., max_in_flight: _Optional[int] = ..., version: _Optional[str] = ...) -> None: ...
 
 class Registered(_message.Message):
     __slots__ = ("epoch", "max_num_seqs", "num_slots", "check_block_tables")

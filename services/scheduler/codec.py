@@ -13,6 +13,7 @@ from types import MappingProxyType
 import numpy as np
 
 from quire.v1 import generation_pb2, info_pb2, token_pb2
+from quire.version import VERSION
 from services.chassis.errors import (
     Aborted,
     AlreadyExists,
@@ -37,9 +38,12 @@ from services.scheduler.core.plan import (
     Sampling,
     Stall,
     TokenArray,
+    WorkerLoad,
 )
 from services.scheduler.digest import LoadReport
+from services.scheduler.facts import Attachment, Facts
 from services.scheduler.hashing import explicit_salt, tenant_salt
+from services.scheduler.latencies import Latencies
 from services.scheduler.link_timings import LinkTimings
 from services.scheduler.outbox import Delivery, End
 
@@ -444,40 +448,37 @@ def _invalid(refusal: Refusal) -> InvalidArgument:
 
 
 def loads_response(
-    loads: Loads, timings: Mapping[str, LinkTimings | None], stall: Stall | None, now: int
+    loads: Loads, facts: Facts, stall: Stall | None, now: int
 ) -> info_pb2.GetLoadsResponse:
     """Gauges and counters for the wire.
 
     Args:
         loads: of the core.
-        timings: of the links, by worker id.
+        facts: what is beside them.
         stall: what blocks, if anything does.
         now: on the clock of the core, microseconds.
     """
-    counters = loads.counters
+    counters, latencies = loads.counters, facts.latencies
     return info_pb2.GetLoadsResponse(
+        version=VERSION,
+        uptime_us=now - facts.started,
+        model=facts.model,
+        latencies=_latencies_message(latencies.summary(now)),
         running=loads.running,
         waiting=loads.waiting,
         accepted=loads.accepted,
         ended=loads.ended,
         workers=[
-            info_pb2.WorkerLoad(
-                worker_id=worker.worker_id,
-                epoch=worker.epoch,
-                running=worker.running,
-                blocks_total=worker.blocks_total,
-                blocks_free=worker.blocks_free,
-                blocks_evictable=worker.blocks_evictable,
-                blocks_pinned=worker.blocks_pinned,
-                steps=worker.steps,
-                steps_in_flight=worker.steps_in_flight,
-                timings=_timings_message(timings[worker.worker_id]),
-            )
-            for worker in loads.workers
+            _worker_message(one, facts.attachments[one.worker_id], now) for one in loads.workers
         ],
         counters=info_pb2.SchedulerCounters(**asdict(counters)),
         waiting_tokens=loads.waiting_tokens,
-        classes=[info_pb2.ClassLoad(**asdict(one)) for one in loads.classes],
+        classes=[
+            info_pb2.ClassLoad(
+                **asdict(one), latencies=_latencies_message(latencies.summary(now, one.name))
+            )
+            for one in loads.classes
+        ],
         tenants=[info_pb2.TenantLoad(**asdict(one)) for one in loads.tenants],
         stall=None
         if stall is None
@@ -485,6 +486,19 @@ def loads_response(
             request_id=stall.request_id, reason=stall.reason, stalled_us=now - stall.since
         ),
     )
+
+
+def _worker_message(load: WorkerLoad, attachment: Attachment, now: int) -> info_pb2.WorkerLoad:
+    return info_pb2.WorkerLoad(
+        **asdict(load),
+        **asdict(attachment.kind),
+        attached_us=now - attachment.since,
+        timings=_timings_message(attachment.timings),
+    )
+
+
+def _latencies_message(latencies: Latencies | None) -> info_pb2.Latencies | None:
+    return None if latencies is None else info_pb2.Latencies(**asdict(latencies))
 
 
 def _timings_message(timings: LinkTimings | None) -> info_pb2.LinkTimings | None:

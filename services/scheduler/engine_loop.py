@@ -37,7 +37,9 @@ from services.scheduler.core.plan import (
     WorkerSpec,
 )
 from services.scheduler.core.scheduler import Scheduler
-from services.scheduler.link_timings import LinkTimings, StepTimings, TimingWindow
+from services.scheduler.facts import Attachment, Facts, WorkerKind
+from services.scheduler.latencies import LatencyWindow
+from services.scheduler.link_timings import StepTimings, TimingWindow
 from services.scheduler.outbox import Outbox, StreamIds
 from services.scheduler.recording import RecordingScheduler
 from services.scheduler.watching import Watcher
@@ -60,13 +62,25 @@ class WorkerLink:
         epoch: of the attachment.
         model: name of the model it serves.
         instance_id: of the worker's process.
+        kind: of the worker.
+        since: when it was attached, microseconds.
     """
 
-    def __init__(self, spec: WorkerSpec, epoch: int, model: str, instance_id: str) -> None:
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        epoch: int,
+        model: str,
+        instance_id: str,
+        kind: WorkerKind,
+        since: int,
+    ) -> None:
         self.spec = spec
         self.epoch = epoch
         self.model = model
         self.instance_id = instance_id
+        self.kind = kind
+        self.since = since
         self.end_reason: str | None = None
         """Set once the loop has let go of the worker."""
         self.timings = TimingWindow()
@@ -120,6 +134,8 @@ class EngineLoop:
         self._next_sink = 1
         self._closed = False
         self._serving = False
+        self._latencies = LatencyWindow()
+        self._started = _now()
         self.draining = False
         self.idle = asyncio.Event()
         self.idle.set()
@@ -221,9 +237,19 @@ class EngineLoop:
         """The hashes of all cached blocks, back to back."""
         return self._core.cached_hashes()
 
-    def timings(self) -> dict[str, LinkTimings | None]:
-        """How the links' recent steps spent their time, by worker id."""
-        return {worker_id: link.timings.summary() for worker_id, link in self._links.items()}
+    def facts(self) -> Facts:
+        """What else there is to show, beside `loads`."""
+        return Facts(
+            model=self.model,
+            started=self._started,
+            attachments={
+                worker_id: Attachment(
+                    kind=link.kind, since=link.since, timings=link.timings.summary()
+                )
+                for worker_id, link in self._links.items()
+            },
+            latencies=self._latencies,
+        )
 
     def deadline(self, remaining_us: int | None) -> int | None:
         """An instant on the clock of the core, from what is left until then; microseconds."""
@@ -336,7 +362,9 @@ class EngineLoop:
 
     # Workers
 
-    async def attach(self, spec: WorkerSpec, model: str, instance_id: str) -> WorkerLink:
+    async def attach(
+        self, spec: WorkerSpec, model: str, instance_id: str, kind: WorkerKind
+    ) -> WorkerLink:
         """Takes a worker; an older attachment of the same instance is let go first.
 
         Raises:
@@ -377,7 +405,7 @@ class EngineLoop:
                     )
                 )
                 return None
-            link = WorkerLink(lowered, epoch, model, instance_id)
+            link = WorkerLink(lowered, epoch, model, instance_id, kind, now)
             self._links[spec.worker_id] = link
             for watcher in self._watchers:
                 watcher.attached(lowered, now)
@@ -472,6 +500,7 @@ class EngineLoop:
                     mine = sinks == sink
                     self._put_tokens(sink, streams[mine], events.token_ids[mine])
         for end in events.ended:
+            self._latencies.ended(end)
             for watcher in self._watchers:
                 watcher.ended(end, end.ended)
             self._put_end(end)

@@ -217,5 +217,5 @@ class InfoServicer(info_pb2_grpc.InfoServiceServicer):
         """Gauges and counters."""
         refuse_unknown_fields(request)
         return codec.loads_response(
-            self._loop.loads(), self._loop.timings(), self._loop.stall(), self._loop.now()
+            self._loop.loads(), self._loop.facts(), self._loop.stall(), self._loop.now()
         )

@@ -17,6 +17,7 @@ from services.scheduler.core.plan import (
     TokenArray,
     WorkerSpec,
 )
+from services.scheduler.facts import WorkerKind
 from services.scheduler.link_timings import StepTimings
 
 _MAX_EOS_TOKENS = 4096
@@ -58,6 +59,17 @@ def parse_register(message: worker_pb2.Register) -> tuple[WorkerSpec, str]:
         model_digest=message.model_digest.encode(),
     )
     return spec, message.model
+
+
+def worker_kind(message: worker_pb2.Register) -> WorkerKind:
+    """What the worker announces for people.
+
+    Raises:
+        ServiceError: names the field at fault.
+    """
+    for field in ("device", "dtype", "version"):
+        check_name(getattr(message, field), f"register.{field}")
+    return WorkerKind(device=message.device, dtype=message.dtype, version=message.version)
 
 
 def registered(spec: WorkerSpec, epoch: int, check_block_tables: bool) -> worker_pb2.AttachResponse:

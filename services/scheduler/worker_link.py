@@ -44,7 +44,8 @@ class WorkerLinkServicer(worker_pb2_grpc.WorkerLinkServiceServicer):
             raise InvalidArgument("message", "the first message of a worker must be register")
         refuse_unknown_fields(first)
         spec, model = worker_codec.parse_register(first.register)
-        link = await self._loop.attach(spec, model, first.register.instance_id)
+        kind = worker_codec.worker_kind(first.register)
+        link = await self._loop.attach(spec, model, first.register.instance_id, kind)
         try:
             await context.write(
                 worker_codec.registered(link.spec, link.epoch, self._check_block_tables)

@@ -7,6 +7,7 @@ of whole numbers, of equal length, that fit together); what the numbers mean is 
 import numpy as np
 
 from quire.v1 import token_pb2, worker_pb2
+from quire.version import VERSION
 from services.chassis.errors import Unimplemented
 from services.chassis.logs import told
 from services.chassis.tracing import is_sampled
@@ -47,6 +48,7 @@ def to_register(registration: Registration) -> worker_pb2.AttachRequest:
             vocab_size=limits.vocab_size,
             eos_token_ids=registration.eos_token_ids,
             max_in_flight=limits.max_in_flight,
+            version=VERSION,
         )
     )
 

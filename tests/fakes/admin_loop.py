@@ -91,6 +91,10 @@ class FakeLoop:
             blocks_pinned=3,
             steps=0,
             steps_in_flight=0,
+            max_num_seqs=8,
+            max_num_batched_tokens=64,
+            computed_tokens=0,
+            execute_us=0,
         )
         return Loads(
             running=0,

@@ -337,6 +337,10 @@ class WorkerLoad:
     blocks_pinned: int
     steps: int
     steps_in_flight: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    computed_tokens: int
+    execute_us: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

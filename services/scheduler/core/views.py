@@ -118,6 +118,10 @@ def _worker_load(worker: WorkerState) -> WorkerLoad:
         blocks_pinned=worker.pool.num_pinned,
         steps=worker.next_step_id - 1,
         steps_in_flight=len(worker.open),
+        max_num_seqs=worker.seat_cap,
+        max_num_batched_tokens=worker.token_budget,
+        computed_tokens=worker.computed_tokens,
+        execute_us=worker.execute_us,
     )
 
 

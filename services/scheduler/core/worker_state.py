@@ -77,6 +77,10 @@ class WorkerState:
         self.rows = Rows(spec)
         self.open: deque[OpenStep] = deque()
         self.next_step_id = 1
+        self.computed_tokens = 0
+        """In all answered steps."""
+        self.execute_us = 0
+        """What they took, microseconds."""
         self.released: list[int] = []
         """Slots vacated since the last step."""
         self.pending: dict[bytes, int] = {}
@@ -237,6 +241,8 @@ class WorkerState:
         """Learns how long a step took; the next open one starts."""
         shape = StepShape(tokens=step.num_tokens, rows=step.slots.size, context=step.context)
         self.step_time.observe(shape, execute_us)
+        self.computed_tokens += step.num_tokens
+        self.execute_us += execute_us
         if execute_us > 0:
             self.pacing.answered(execute_us, idle_us, now, overlapped=step.overlapped)
         if self.open:

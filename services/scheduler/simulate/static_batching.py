@@ -200,6 +200,10 @@ class StaticBatching:
                 blocks_pinned=0,
                 steps=worker.next_step_id - 1,
                 steps_in_flight=len(worker.open),
+                max_num_seqs=worker.spec.max_num_seqs,
+                max_num_batched_tokens=worker.spec.max_num_batched_tokens,
+                computed_tokens=0,  # the simulation keeps account of steps itself
+                execute_us=0,
             )
             for worker_id, worker in self._workers.items()
         )

@@ -115,6 +115,10 @@ class Source:
             blocks_pinned=0,
             steps=self.steps,
             steps_in_flight=0,
+            max_num_seqs=8,
+            max_num_batched_tokens=64,
+            computed_tokens=0,
+            execute_us=0,
         )
         return Loads(
             running=self.running,
