@@ -111,6 +111,8 @@ class LocalSet:
         """Addresses of the tokenizers, once entered."""
         self.scheduler = ""
         """Address of the scheduler, once entered; a unix socket of this set."""
+        self.info = ""
+        """Where the scheduler tells facts to others, once entered; "" nowhere."""
         self.phases: tuple[Phase, ...] = ()
 
     @property
@@ -127,7 +129,7 @@ class LocalSet:
         folder = self._scope.enter_context(claimed_folder(_run_parent(), "quire-"))
         try:
             plan = await checked_plan(config, folder)
-            self.scheduler, self.targets = plan.scheduler, plan.targets
+            self.scheduler, self.info, self.targets = plan.scheduler, plan.info, plan.targets
             started = time.monotonic()
             await self._start(plan.members, folder)
             await self._unless_failed(plan.members, started)

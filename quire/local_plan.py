@@ -10,7 +10,7 @@ import errno
 import itertools
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -39,6 +39,7 @@ _LAST_PORT = 65_535
 _METRICS_PORT = 9461
 _FAULTS_OF_A_PORT = (errno.EADDRINUSE, errno.EACCES, errno.EPERM)
 _SOME_PORT = 1
+_LOOPBACK = "127.0.0.1"
 
 
 class WrongSettings(SetFailed):
@@ -68,6 +69,8 @@ class LocalConfig:
         programs: how the processes of each service are started, without their flags.
         checks: programs by service that take its flags and say what is wrong with them.
         restarts: when a process that ended by itself is started again.
+        info_port: of this machine's loopback, where the scheduler tells facts about itself to
+            `quire top`; any free one where that is taken. None: nowhere but within the set.
         log_dir: where the logs go; None for the run folder, which goes away with the set.
         drain_timeout_s: how long a process may take to end after it was asked, seconds.
         hurry_timeout_s: the same after one was given up, when nothing can be finished any more.
@@ -79,6 +82,7 @@ class LocalConfig:
     tokenizers: int = 1
     host: str = "127.0.0.1"
     port: int = 50051
+    info_port: int | None = None
     flags: Mapping[str, Sequence[str]] = field(default_factory=dict)
     programs: Mapping[str, Sequence[str]] = field(default_factory=lambda: PROGRAMS)
     checks: Mapping[str, Sequence[str]] = field(default_factory=lambda: CHECKS)
@@ -105,11 +109,13 @@ class Plan:
 
     Attributes:
         scheduler: where it listens.
+        info: where it tells facts about itself beside that; "" nowhere.
         targets: addresses at which the tokenizers are reached.
         members: the processes.
     """
 
     scheduler: str
+    info: str
     targets: tuple[str, ...]
     members: tuple[Member, ...]
 
@@ -132,14 +138,16 @@ async def checked_plan(config: LocalConfig, folder: Path) -> Plan:
         ports, wrong_numbers = (), [error.message]
     # The other flags can be checked all the same, with numbers that nobody complains about.
     checked = replace(config, workers=1) if wrong_numbers else config
-    members = members_of(checked, folder, scheduler, ports or (_SOME_PORT,))
+    info = "" if config.info_port is None else _info_address(config.info_port, ports)
+    members = members_of(checked, folder, scheduler, ports or (_SOME_PORT,), info)
     if problems := [*wrong_numbers, *await _wrong_flags(config, members)]:
         raise WrongSettings(problems)
-    return Plan(scheduler, tuple(dialled(config.host, port) for port in ports), tuple(members))
+    targets = tuple(dialled(config.host, port) for port in ports)
+    return Plan(scheduler, info, targets, tuple(members))
 
 
 def members_of(
-    config: LocalConfig, folder: Path, scheduler: str, ports: Sequence[int]
+    config: LocalConfig, folder: Path, scheduler: str, ports: Sequence[int], info: str
 ) -> list[Member]:
     """The processes of the set, with all their flags.
 
@@ -148,6 +156,7 @@ def members_of(
         folder: of this run, for sockets.
         scheduler: where it listens.
         ports: of the tokenizers.
+        info: where the scheduler tells facts beside that; "" nowhere.
     """
     numbers = itertools.count()
 
@@ -162,7 +171,12 @@ def members_of(
         Member(
             service="scheduler",
             name="scheduler",
-            flags=("--listen", scheduler, *further["scheduler"], metrics("scheduler")),
+            flags=(
+                *("--listen", scheduler),
+                *(("--info-listen", info) if info else ()),
+                *further["scheduler"],
+                metrics("scheduler"),
+            ),
             ready_at=((scheduler, _PROCESS),),
         )
     ]
@@ -266,6 +280,16 @@ def free_ports(host: str, port: int, count: int) -> tuple[int, ...]:
     """
     with contextlib.ExitStack() as trials:  # all at once, so that no port is found twice
         return tuple(_try_port(trials, host, port + i if port else 0) for i in range(count))
+
+
+def _info_address(port: int, taken: Collection[int]) -> str:
+    """The loopback's `port`, or a free one where somebody, or a tokenizer of `taken`, has it."""
+    if port not in taken:
+        with contextlib.suppress(SetFailed):
+            (port,) = free_ports(_LOOPBACK, port, 1)
+            return address(_LOOPBACK, port)
+    (free,) = free_ports(_LOOPBACK, 0, 1)
+    return address(_LOOPBACK, free)
 
 
 def _try_port(trials: contextlib.ExitStack, host: str, port: int) -> int:

@@ -51,6 +51,7 @@ PASSED: Mapping[str, tuple[tuple[str, str, str], ...]] = MappingProxyType(
             ("--max-pinned-share", "N", "most blocks that pinned prefixes may keep, per mille"),
             ("--stall-timeout", "SECONDS", "without a step, while work waits, that are a stall"),
             ("--admin-listen", "ADDRESS,...", "where quire admin finds the scheduler, repeatable"),
+            ("--info-listen", "ADDRESS,...", "where quire top finds the scheduler, repeatable"),
             ("--record", "FILE", "record what the scheduler is given, for quire replay"),
             ("--record-hash-only", "true|false", "leave token ids out of the recording"),
         ),

@@ -76,7 +76,8 @@ def admin_service(args: argparse.Namespace) -> Iterator[admin_pb2_grpc.AdminServ
             yield admin_pb2_grpc.AdminServiceStub(channel)
         except grpc.RpcError as error:
             problem = error_of(error, args.target, service="admin service")
-            if isinstance(problem, Unreachable):
-                # Most likely a set whose scheduler listens for its own processes alone.
+            if isinstance(problem, Unreachable) or error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                # Most likely a set whose scheduler listens for its own processes, or tells others
+                # facts alone.
                 raise CommandError(f"{problem.message}; {_WHERE}") from error
             raise problem from error

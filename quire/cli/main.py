@@ -51,6 +51,11 @@ OWN: tuple[Entry, ...] = (
         target="quire.cli.health:COMMAND",
     ),
     Entry(
+        name="top",
+        help="watch schedulers at work: requests, workers, latencies",
+        target="quire.cli.top:COMMAND",
+    ),
+    Entry(
         name="admin",
         help="look at and change a running scheduler",
         target="quire.cli.admin:COMMAND",

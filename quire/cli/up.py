@@ -2,7 +2,10 @@
 
 import argparse
 import asyncio
+import os
+from dataclasses import replace
 
+from quire.cli.admin_call import DEFAULT_TARGET as SCHEDULER_TARGET
 from quire.cli.running import with_local_set
 from quire.cli.set_flags import add_set_flags, local_config
 from quire.client import DEFAULT_TARGET
@@ -22,19 +25,35 @@ class Up:
     def run(self, args: argparse.Namespace) -> int:
         """Returns 0 after Ctrl-C or SIGTERM, when everything has ended in order."""
         config = local_config(args)
+        told = _info_told(args)
+        if not told:
+            config = replace(config, info_port=int(SCHEDULER_TARGET.rpartition(":")[2]))
 
         async def serve(running: LocalSet) -> None:
-            _say_how_to_talk(config.served_model_name, running)
+            _say_how_to_talk(config.served_model_name, running, told or running.info)
             await running.failure()
 
         asyncio.run(with_local_set(config, serve, verbose=args.verbose))
         return 0
 
 
-def _say_how_to_talk(model: str, running: LocalSet) -> None:
+def _info_told(args: argparse.Namespace) -> str:
+    """Where the user has the scheduler tell facts about itself; "" where he left that open."""
+    given = (args.info_listen or [], args.admin_listen or [])
+    environment = (os.environ.get(f"QUIRE_{which}_LISTEN", "") for which in ("INFO", "ADMIN"))
+    for addresses in (*map(",".join, given), *environment):
+        if addresses:
+            return addresses.partition(",")[0].strip()
+    return ""
+
+
+def _say_how_to_talk(model: str, running: LocalSet, info: str) -> None:
     target = "" if running.target == DEFAULT_TARGET else f" --target {running.target}"
     print(f"{model} is served at {running.target}; Ctrl-C ends it. Talk to it with:")
-    print(f'  quire chat{target} --temperature 0 "What is the capital of France?"', flush=True)
+    print(f'  quire chat{target} --temperature 0 "What is the capital of France?"')
+    print("Watch it with:")
+    target = "" if info == SCHEDULER_TARGET else f" --target {info}"
+    print(f"  quire top{target}", flush=True)
 
 
 COMMAND = Up()

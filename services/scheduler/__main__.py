@@ -4,6 +4,8 @@ import asyncio
 import logging
 import os
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from quire.v1 import admin_pb2_grpc, info_pb2_grpc, token_pb2_grpc, worker_pb2_grpc
@@ -131,13 +133,18 @@ async def serve_with(
     stopping: asyncio.Event,
 ) -> None:
     """See `serve`; recording and telemetry are closed by the caller."""
-    admin = GrpcServer([], [ADMIN_SERVICE]) if settings.admin_listen else None
+    admin = GrpcServer([], [ADMIN_SERVICE, INFO_SERVICE]) if settings.admin_listen else None
+    info = GrpcServer([], [INFO_SERVICE]) if settings.info_listen else None
     loop, server = wire(settings, admin, recording, telemetry)
     telemetry.serve()
-    bound = await server.start(settings.listen)
-    log.info("listening on %s", ", ".join(bound))
+    doors = [_Door("listening", server, settings.listen)]
     if admin is not None:
-        await start_admin(admin, settings, server)
+        info_pb2_grpc.add_InfoServiceServicer_to_server(InfoServicer(loop), admin.grpc)
+        doors.append(_Door("admin service", admin, settings.admin_listen))
+    if info is not None:
+        info_pb2_grpc.add_InfoServiceServicer_to_server(InfoServicer(loop), info.grpc)
+        doors.append(_Door("info service", info, settings.info_listen))
+    await start_all(doors)
     settle_memory()
 
     async with asyncio.TaskGroup() as tasks:
@@ -152,23 +159,31 @@ async def serve_with(
         await server.set_ready(False)
         await drained(loop, settings.drain_timeout)
         loop.close()
-    if admin is not None:
-        await admin.stop()
-    await server.stop()
+    for door in reversed(doors):
+        await door.server.stop()
 
 
-async def start_admin(admin: GrpcServer, settings: Settings, server: GrpcServer) -> None:
-    """Starts the server of the admin service; stops the other one where that fails.
+@dataclass(frozen=True, slots=True)
+class _Door:
+    what: str
+    server: GrpcServer
+    listen: Sequence[str]
+
+
+async def start_all(doors: Sequence[_Door]) -> None:
+    """Starts the servers; stops all of them where one cannot be started.
 
     Raises:
         StartupError: an address cannot be bound.
     """
     try:
-        bound = await admin.start(settings.admin_listen)
+        for door in doors:
+            bound = await door.server.start(door.listen)
+            log.info("%s on %s", door.what, ", ".join(bound))
     except StartupError:
-        await server.stop()
+        for door in doors:
+            await door.server.stop()
         raise
-    log.info("admin service on %s", ", ".join(bound))
 
 
 async def follow_readiness(loop: EngineLoop, server: GrpcServer, grace_s: float) -> None:

@@ -68,8 +68,11 @@ class Settings(TelemetrySettings):
         help="addresses to serve on, host:port or unix:///path", default=("127.0.0.1:50052",)
     )
     admin_listen: tuple[str, ...] = setting(
-        help="addresses of the admin service alone; absent: it is served with the others",
+        help="addresses of the admin service, and of facts; absent: it is served with the others",
         default=(),
+    )
+    info_listen: tuple[str, ...] = setting(
+        help="more addresses for the info service, alone: facts to read, for quire top", default=()
     )
     max_num_seqs: int | None = _count(
         help="most requests in one step; may only lower what the worker announces"
