@@ -16,6 +16,7 @@ from quire.cli.command import UsageError
 from quire.endpoints import split_target
 from quire.errors import InvalidRequest, QuireError
 from quire.top.frame import Look, frame
+from quire.top.history import MOST_SAMPLES
 from quire.top.marks import ASCII, UNICODE
 from quire.top.screen import show
 from quire.top.source import Watch, sources
@@ -49,10 +50,17 @@ class Top:
         how.add_argument(
             "--once",
             action="store_true",
-            help="print one frame as plain text, of two samples; so it is where output is no "
-            "terminal",
+            help="print one frame as plain text; so it is where there is no terminal",
         )
         how.add_argument("--json", action="store_true", help="print one sample as JSON")
+        parser.add_argument(
+            "--samples",
+            type=_samples,
+            default=2,
+            metavar="N",
+            help="that the frame of --once is of; rates need two, curves more (default: "
+            "%(default)s)",
+        )
         parser.add_argument("--ascii", action="store_true", help="draw with ASCII letters alone")
 
     def run(self, args: argparse.Namespace) -> int:
@@ -64,7 +72,7 @@ class Top:
         on_terminal = sys.stdin.isatty() and sys.stdout.isatty()
         if args.once or not on_terminal:
             look = Look(interval_s=args.interval, marks=marks, keys=False)
-            return asyncio.run(_print_frame(targets, look))
+            return asyncio.run(_print_frame(targets, look, args.samples))
         look = Look(interval_s=args.interval, marks=marks)
         return asyncio.run(_show(targets, look))
 
@@ -88,6 +96,12 @@ def _interval(text: str) -> float:
     return seconds
 
 
+def _samples(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= MOST_SAMPLES):
+        raise argparse.ArgumentTypeError(f"must be from 1 to {MOST_SAMPLES}, got {text!r}")
+    return int(text)
+
+
 def _draws_unicode(environment: Mapping[str, str]) -> bool:
     """Whether what is written can show more than ASCII; the Linux console lacks the letters."""
     encoding = (sys.stdout.encoding or "").lower().replace("-", "")
@@ -99,13 +113,14 @@ async def _show(targets: tuple[str, ...], look: Look) -> int:
         return await show(Watch(fleet), look, Console(highlight=False))
 
 
-async def _print_frame(targets: tuple[str, ...], look: Look) -> int:
+async def _print_frame(targets: tuple[str, ...], look: Look, samples: int) -> int:
     async with sources(targets) as fleet:
         watch = Watch(fleet)
         await watch.once()
         _raise_if_all_failed(watch, targets)
-        await asyncio.sleep(look.interval_s)  # rates need two samples
-        await watch.once()
+        for _ in range(samples - 1):
+            await asyncio.sleep(look.interval_s)
+            await watch.once()
     console = Console(highlight=False, color_system=None, force_terminal=False)
     console.print(frame(watch.seen(), look, console.width, None))
     return 0

@@ -10,11 +10,11 @@ from rich.text import Text
 
 from quire.top import marks as draw
 from quire.top import tables
-from quire.top.history import Seen, WorkerRates
+from quire.top.history import Seen
 from quire.top.marks import UNICODE, Marks
-from quire.top.sample import PriorityClass, Sample, Tenant, Worker
+from quire.top.sample import PriorityClass, Sample, Tenant
 from quire.top.table import lines as table_lines
-from quire.top.tables import Table
+from quire.top.tables import Table, WorkerRow
 
 _Row = TypeVar("_Row")
 
@@ -140,18 +140,19 @@ def _alarms(fleet: Sequence[Seen], look: Look, width: int) -> list[Text]:
             found.append((f"{where}STALLED for {since}: {who}{stall.reason}", "bold red"))
         elif one.sample is not None and not one.sample.workers:
             found.append((f"{where}no worker is attached; requests wait for one", "yellow"))
-    return [line for text, style in found for line in _wrapped(text, style, width)]
+    return [line for text, style in found for line in _wrapped(text, style, width, look.marks)]
 
 
-def _wrapped(text: str, style: str, width: int) -> list[Text]:
-    """At most two lines, broken between words; the rest of a longer text is left out."""
+def _wrapped(text: str, style: str, width: int, marks: Marks) -> list[Text]:
+    """At most two lines, broken between words; of a longer text a mark says that it goes on."""
     rows: list[str] = []
     for word in text.split():
         if rows and Text(f"{rows[-1]} {word}").cell_len <= width:
             rows[-1] = f"{rows[-1]} {word}"
         else:
             rows.append(word)
-    return [Text(row, style) for row in rows[:2]]
+    rows = [*rows[:1], " ".join(rows[1:])] if len(rows) > 1 else rows
+    return [Text(draw.shortened(row, width, marks), style) for row in rows]
 
 
 def _keys(look: Look, width: int) -> Text:
@@ -183,7 +184,7 @@ def _summary(fleet: Sequence[Seen], look: Look, width: int) -> list[Text]:
         rates = [one.per_s[counter] for one in live for counter in counters]
         return draw.count(sum(rates) if rates else None, marks)
 
-    shares = [one.hit_share for one in fleet if one.hit_share is not None]
+    shares = [one.hit_share for one in fleet if one.hit_share is not None and not one.problem]
     hits = draw.percent(sum(shares) / len(shares) if shares else None, marks)
     return [
         _facts(
@@ -230,13 +231,17 @@ def _facts(label: str, facts: Sequence[str], width: int) -> Text:
 
 def _curve_line(which: str, now: str, fleet: Sequence[Seen], look: Look, width: int) -> Text:
     """A label, the value now, and its course."""
-    line = _before_curve(which, now)
+    line = _before_curve(which, now, width)
     values = _summed([one.curves.get(which, ()) for one in fleet])
     return line.append(draw.curve(values, width - line.cell_len, look.marks), "cyan")
 
 
-def _before_curve(which: str, now: str) -> Text:
-    return Text.assemble((f"{which:<{_LABEL}}", "dim"), f"  {now:<{_NOW}}  ")
+def _before_curve(which: str, now: str, width: int) -> Text:
+    """The label, and what fits whole of the value now."""
+    words = now.split(" ")
+    while words and _LABEL + 2 + len(" ".join(words)) > width:
+        words.pop()
+    return Text.assemble((f"{which:<{_LABEL}}", "dim"), f"  {' '.join(words):<{_NOW}}  ")
 
 
 def _summed(curves: Sequence[Sequence[float | None]]) -> list[float | None]:
@@ -259,11 +264,11 @@ def _latency_line(which: str, fleet: Sequence[Seen], look: Look, width: int) -> 
     ]
     if not known:
         none = look.marks.none
-        return _before_curve(which, f"{none:>5} p50  {none:>5} p95")
+        return _before_curve(which, f"{none:>5} p50  {none:>5} p95", width)
     slowest = max(known, key=lambda one: _percentile(one, f"{which}_us_p95"))
     p50 = draw.duration(_percentile(slowest, f"{which}_us_p50"), look.marks)
     p95 = draw.duration(_percentile(slowest, f"{which}_us_p95"), look.marks)
-    line = _before_curve(which, f"{p50:>5} p50  {p95:>5} p95")
+    line = _before_curve(which, f"{p50:>5} p50  {p95:>5} p95", width)
     where = f"  at {slowest.target}" if len(fleet) > 1 else ""
     if width - line.cell_len - len(where) < _SHORTEST_CURVE:
         where = ""
@@ -288,7 +293,8 @@ def _tables(fleet: Sequence[Seen], look: Look) -> list[Table]:
         found.append(tables.schedulers(fleet, marks))
     workers = _workers(fleet, look.order)
     if workers and view is not View.REQUESTS:
-        found.append(tables.workers(workers, marks, whole=view is View.WORKERS))
+        whole = view is View.WORKERS
+        found.append(tables.workers(workers, marks, whole=whole, several=len(fleet) > 1))
     if samples and view is not View.WORKERS:
         found.append(tables.classes(_classes(samples), marks))
         tenants = _tenants(samples, look.order)
@@ -297,14 +303,14 @@ def _tables(fleet: Sequence[Seen], look: Look) -> list[Table]:
     return found
 
 
-def _workers(fleet: Sequence[Seen], order: Order) -> list[tuple[Worker, WorkerRates | None]]:
+def _workers(fleet: Sequence[Seen], order: Order) -> list[WorkerRow]:
     rows = [
-        (worker, None if one.problem else one.workers.get(worker.worker_id))
+        WorkerRow(one.target, worker, None if one.problem else one.workers.get(worker.worker_id))
         for one in fleet
         if one.sample
         for worker in one.sample.workers
     ]
-    return _ordered(rows, order, lambda row: row[0].worker_id, lambda row: row[0].running)
+    return _ordered(rows, order, lambda row: row.worker.worker_id, lambda row: row.worker.running)
 
 
 def _classes(samples: Sequence[Sample]) -> list[PriorityClass]:

@@ -3,7 +3,6 @@
 Knows nothing of gRPC and of terminals, and reads no clock.
 """
 
-import itertools
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -11,14 +10,14 @@ from types import MappingProxyType
 
 from quire.top.sample import Sample, Worker
 
-_KEPT = 240
-"""Samples of one scheduler; more than a screen has columns for."""
+MOST_SAMPLES = 240
+"""Samples kept of one scheduler; more than most screens have columns for."""
 
 _RATE_OVER_US = 2_000_000
 """Rates are over at least so long, where samples reach back so far."""
 
 Curve = tuple[float | None, ...]
-"""One value for each sample, the latest last; None where there was none."""
+"""One value for each question, the latest last; None where there was none to be had."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +71,10 @@ class History:
 
     def __init__(self, target: str) -> None:
         self.target = target
-        self._samples: deque[Sample] = deque(maxlen=_KEPT)
+        self._samples: deque[Sample] = deque(maxlen=MOST_SAMPLES)
+        self._curves: dict[str, deque[float | None]] = {
+            name: deque(maxlen=MOST_SAMPLES) for name in _CURVES
+        }
         self._problem = ""
         self._silent_since: float | None = None
 
@@ -80,11 +82,16 @@ class History:
         """It answered. One that was started again since counts from zero."""
         if self._samples and sample.uptime_us < self._samples[-1].uptime_us:
             self._samples.clear()
+        before = self._samples[-1] if self._samples else sample
+        for name, curve in self._curves.items():
+            curve.append(_CURVES[name](before, sample))
         self._samples.append(sample)
         self._problem, self._silent_since = "", None
 
     def failed(self, problem: str, now: float) -> None:
         """It did not answer; `now` in seconds on any clock."""
+        for curve in self._curves.values():
+            curve.append(None)
         self._problem = problem
         if self._silent_since is None:
             self._silent_since = now
@@ -104,14 +111,7 @@ class History:
             per_s=_growth_per_s(before, last),
             hit_share=_hit_share(before, last),
             workers=_worker_rates(before, last),
-            curves=MappingProxyType(
-                {
-                    "prompt": self._rates("prompt_tokens"),
-                    "generation": self._rates("generation_tokens"),
-                    "ttft": self._values(lambda one: _latency(one, "ttft")),
-                    "tpot": self._values(lambda one: _latency(one, "tpot")),
-                }
-            ),
+            curves={name: tuple(curve) for name, curve in self._curves.items()},
         )
 
     def _before(self) -> Sample:
@@ -122,15 +122,11 @@ class History:
                 return sample
         return self._samples[0]
 
-    def _values(self, value: Callable[[Sample], float | None]) -> Curve:
-        return tuple(value(sample) for sample in self._samples)
 
-    def _rates(self, counter: str) -> Curve:
-        samples = list(self._samples)
-        return tuple(
-            _per_s(before.counters[counter], after.counters[counter], before, after)
-            for before, after in itertools.pairwise(samples)
-        )
+def _rate(counter: str) -> Callable[[Sample, Sample], float | None]:
+    return lambda before, after: _per_s(
+        before.counters[counter], after.counters[counter], before, after
+    )
 
 
 def _per_s(before: int, after: int, earlier: Sample, later: Sample) -> float | None:
@@ -180,10 +176,21 @@ def _answered(worker: Worker) -> int:
     return worker.steps - worker.steps_in_flight
 
 
-def _latency(sample: Sample, which: str) -> float | None:
+def _ttft(_: Sample, sample: Sample) -> float | None:
+    return None if sample.latencies is None else sample.latencies.ttft_us_p50
+
+
+def _tpot(_: Sample, sample: Sample) -> float | None:
     latencies = sample.latencies
-    if latencies is None:
-        return None
-    if which == "ttft":
-        return latencies.ttft_us_p50
-    return latencies.tpot_us_p50 if latencies.tpot_requests else None
+    return None if latencies is None or not latencies.tpot_requests else latencies.tpot_us_p50
+
+
+_CURVES: Mapping[str, Callable[[Sample, Sample], float | None]] = MappingProxyType(
+    {
+        "prompt": _rate("prompt_tokens"),
+        "generation": _rate("generation_tokens"),
+        "ttft": _ttft,
+        "tpot": _tpot,
+    }
+)
+"""What each curve is of, from a sample and the one before it."""

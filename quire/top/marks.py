@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from rich.cells import cell_len, set_cell_size
 
-_MINUTE_US, _HOUR_US, _DAY_US = 60_000_000, 3_600_000_000, 86_400_000_000
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Marks:
@@ -79,18 +77,22 @@ def count(value: float | None, marks: Marks) -> str:
 
 
 def duration(us: float | None, marks: Marks) -> str:
-    """Microseconds in at most five letters: 640us, 1.5ms, 120ms, 3.2s, 45s, 12m05, 3h04, 2d03h."""
+    """Microseconds in at most five letters: 640us, 1.5ms, 120ms, 3.2s, 45s, 12m05, 3h04, 2d03h.
+
+    Only decades take more.
+    """
     if us is None:
         return marks.none
-    for limit, unit_us, unit in ((999.5, 1, "us"), (999_500, 1e3, "ms"), (59.95e6, 1e6, "s")):
+    for limit, unit_us, unit in ((999.5, 1, "us"), (999_500, 1e3, "ms"), (59.5e6, 1e6, "s")):
         if us < limit:
             value = us / unit_us
             return f"{value:.1f}{unit}" if value < 9.95 and unit != "us" else f"{value:.0f}{unit}"
-    if us < _HOUR_US:
-        return f"{int(us // _MINUTE_US)}m{int(us % _MINUTE_US // 1_000_000):02d}"
-    if us < _DAY_US:
-        return f"{int(us // _HOUR_US)}h{int(us % _HOUR_US // _MINUTE_US):02d}"
-    return f"{int(us // _DAY_US)}d{int(us % _DAY_US // _HOUR_US):02d}h"
+    minutes, seconds = divmod(round(us / 1e6), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days}d{hours:02d}h" if days < 10 else f"{days}d"
+    return f"{hours}h{minutes:02d}" if hours else f"{minutes}m{seconds:02d}"
 
 
 def percent(share: float | None, marks: Marks) -> str:

@@ -12,7 +12,8 @@ from quire.top.sample import Latencies, PriorityClass, Tenant, Timings, Worker
 from quire.top.table import Column, plain
 
 _ANONYMOUS = "(none)"
-_NARROWEST_NAME, _NARROWEST_MAP, _WIDEST_MAP = 10, 8, 48
+_NARROWEST_NAME, _WIDEST_NAME = 16, 48
+_NARROWEST_MAP, _WIDEST_MAP = 8, 48
 _BUDGET_BAR = 6
 
 
@@ -22,6 +23,15 @@ class Table:
 
     columns: tuple[Column, ...]
     rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRow:
+    """One worker: of which scheduler, how it is, and how it fares, where that is known."""
+
+    scheduler: str
+    worker: Worker
+    rates: WorkerRates | None
 
 
 def schedulers(fleet: Sequence[Seen], marks: Marks) -> Table:
@@ -45,12 +55,17 @@ def schedulers(fleet: Sequence[Seen], marks: Marks) -> Table:
     return Table(columns, len(fleet))
 
 
-def workers(
-    rows: Sequence[tuple[Worker, WorkerRates | None]], marks: Marks, *, whole: bool
-) -> Table:
-    """A row for each worker; with `whole` also what it is and how long its link takes at worst."""
-    each = [worker for worker, _ in rows]
-    rates = [rate or WorkerRates() for _, rate in rows]
+def workers(rows: Sequence[WorkerRow], marks: Marks, *, whole: bool, several: bool) -> Table:
+    """A row for each worker.
+
+    Args:
+        rows: the workers.
+        marks: to draw with.
+        whole: also what it is, and how long its steps and its link take at worst.
+        several: also whose it is, since there are several schedulers.
+    """
+    each = [row.worker for row in rows]
+    rates = [row.rates or WorkerRates() for row in rows]
     timings = [worker.timings for worker in each]
 
     def times(field: str) -> list[str]:
@@ -63,6 +78,7 @@ def workers(
 
     columns = [
         _names("WORKER", [worker.worker_id for worker in each], marks, keep_end=True),
+        *([plain("AT", [row.scheduler for row in rows], keep=55)] if several else []),
         plain("RUN", [f"{one.running}/{one.max_num_seqs}" for one in each], keep=90),
         plain(
             "TOKENS/STEP",
@@ -160,7 +176,7 @@ def _names(title: str, names: Sequence[str], marks: Marks, *, keep_end: bool = F
         title=title,
         draw=lambda row, width: Text(draw.shortened(names[row], width, marks, keep_end=keep_end)),
         least=min(widest, _NARROWEST_NAME),
-        most=min(widest, 48),
+        most=min(widest, _WIDEST_NAME),
         keep=100,
     )
 
