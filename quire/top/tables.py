@@ -43,7 +43,7 @@ def schedulers(fleet: Sequence[Seen], marks: Marks) -> Table:
     samples = [one.sample for one in fleet]
     latencies = [sample.latencies if sample else None for sample in samples]
     columns = (
-        _names("SCHEDULER", [one.target for one in fleet], marks),
+        _names("SCHEDULER", [one.target for one in fleet], marks, keep_end=True),
         plain("STATE", states, keep=90),
         plain("RUN", [_count(s.running if s else None, marks) for s in samples], keep=80),
         plain("WAIT", [_count(s.waiting if s else None, marks) for s in samples], keep=79),
