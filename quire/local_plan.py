@@ -147,7 +147,7 @@ async def checked_plan(config: LocalConfig, folder: Path) -> Plan:
 
 
 def members_of(
-    config: LocalConfig, folder: Path, scheduler: str, ports: Sequence[int], info: str
+    config: LocalConfig, folder: Path, scheduler: str, ports: Sequence[int], info: str = ""
 ) -> list[Member]:
     """The processes of the set, with all their flags.
 

@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 
 from quire.cli.admin_call import DEFAULT_TARGET as SCHEDULER_TARGET
@@ -25,7 +26,7 @@ class Up:
     def run(self, args: argparse.Namespace) -> int:
         """Returns 0 after Ctrl-C or SIGTERM, when everything has ended in order."""
         config = local_config(args)
-        told = _info_told(args)
+        told = info_told(args, os.environ)
         if not told:
             config = replace(config, info_port=int(SCHEDULER_TARGET.rpartition(":")[2]))
 
@@ -37,11 +38,11 @@ class Up:
         return 0
 
 
-def _info_told(args: argparse.Namespace) -> str:
+def info_told(args: argparse.Namespace, environment: Mapping[str, str]) -> str:
     """Where the user has the scheduler tell facts about itself; "" where he left that open."""
-    given = (args.info_listen or [], args.admin_listen or [])
-    environment = (os.environ.get(f"QUIRE_{which}_LISTEN", "") for which in ("INFO", "ADMIN"))
-    for addresses in (*map(",".join, given), *environment):
+    flags = (args.info_listen or [], args.admin_listen or [])
+    variables = (environment.get(f"QUIRE_{name}_LISTEN", "") for name in ("INFO", "ADMIN"))
+    for addresses in (*map(",".join, flags), *variables):
         if addresses:
             return addresses.partition(",")[0].strip()
     return ""

@@ -46,7 +46,7 @@ class Source:
         try:
             answer = await self._info.GetLoads(info_pb2.GetLoadsRequest(), timeout=_ANSWER_WITHIN_S)
         except grpc.aio.AioRpcError as error:
-            problem = error_of(error, self.target, service="InfoService")
+            problem = error_of(error, self.target, service="info service")
             if isinstance(problem, NotSupported):
                 raise NotSupported(f"{problem.message}; a scheduler has one") from error
             raise problem from error

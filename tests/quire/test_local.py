@@ -21,7 +21,7 @@ from quire.cli.running import with_local_set
 from quire.client import AsyncClient
 from quire.errors import QuireError, SetFailed
 from quire.local import CHECKS, LocalConfig, LocalSet, Phase, RestartPolicy, WrongSettings
-from quire.local_plan import members_of
+from quire.local_plan import free_ports, members_of
 from quire.local_process import Deaths
 from tests.quire.cli.running_quire import environment, started
 from tests.quire.set_script import AT_ONCE, PROGRAMS
@@ -81,6 +81,43 @@ async def test_all_are_up_then_all_are_gone_in_order(record: Path) -> None:
         assert len(lines(record / "started")) == 3
     assert lines(record / "ended") == ["tokenizer", "scheduler", "worker"]
     assert left_behind(record) == ([], [])
+
+
+async def test_facts_are_told_outside_only_where_asked_for(record: Path) -> None:
+    async with LocalSet(replace(CONFIG, log_dir=record / "logs")) as running:
+        assert running.info == ""
+    assert "--info-listen" not in (record / "logs/scheduler.log").read_text()
+
+
+async def test_facts_have_the_port_that_is_wanted(record: Path) -> None:
+    (port,) = free_ports("127.0.0.1", 0, 1)
+    async with LocalSet(replace(CONFIG, info_port=port, log_dir=record / "logs")) as running:
+        assert running.info == f"127.0.0.1:{port}"
+    told = (record / "logs/scheduler.log").read_text()
+    assert told == f"scheduler was given --info-listen 127.0.0.1:{port} --metrics-port=9461\n"
+
+
+async def test_facts_have_another_port_where_somebody_has_theirs(record: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = other.getsockname()[1]
+        async with LocalSet(replace(CONFIG, info_port=taken)) as running:
+            assert re.fullmatch(r"127\.0\.0\.1:\d+", running.info)
+            assert running.info != f"127.0.0.1:{taken}"
+
+
+async def test_facts_do_not_take_the_port_of_a_tokenizer(record: Path) -> None:
+    first = free_row(2)
+    config = replace(SEVERAL, port=first, info_port=first + 1)
+    async with LocalSet(config) as running:
+        assert running.info not in running.targets
+
+
+def free_row(count: int) -> int:
+    """The first of some free ports in a row."""
+    while True:
+        (port,) = free_ports("127.0.0.1", 0, 1)
+        with contextlib.suppress(SetFailed):
+            return free_ports("127.0.0.1", port, count)[0]
 
 
 async def test_each_is_given_its_flags(record: Path) -> None:

@@ -112,6 +112,13 @@ async def test_up_serves_until_interrupted_and_leaves_nothing() -> None:
         arguments = ("generate", "--prompt", "Hello", "--max-tokens", "2", "--target", target)
         code, _, err = await run(*quire(*arguments))
         assert (code, err) == (0, "")
+        watch = ""
+        while not watch.startswith("  quire top"):
+            watch = (await process.stdout.readline()).decode()
+            assert watch, "it does not say how to watch it"
+        code, frame, err = await run(*quire(*watch.split()[1:], "--once", "--interval", "0.1"))
+        assert (code, err) == (0, "")
+        assert "0 running  0 waiting" in frame
         process.send_signal(signal.SIGINT)
         await process.stdout.read()
         assert await process.wait() == 0

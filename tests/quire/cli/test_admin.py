@@ -181,7 +181,9 @@ async def test_a_wrong_call(scheduler: Scheduler, argv: list[str], part: str) ->
 async def test_who_is_no_scheduler_is_named(capsys: Read) -> None:
     async with serving(FakeTextService()) as tokenizer:
         assert await asyncio.to_thread(main, ["admin", "get", "--target", tokenizer]) == 1
-    assert capsys.readouterr().err == f"quire: there is no admin service at {tokenizer}\n"
+    told = capsys.readouterr().err
+    assert told.startswith(f"quire: there is no admin service at {tokenizer}; ")
+    assert told.endswith("quire up takes --admin-listen 127.0.0.1:50052\n")
 
 
 async def test_where_nobody_is_it_says_where_to_look(tmp_path: Path, capsys: Read) -> None:

@@ -1,4 +1,4 @@
-"""Where the scheduler's process serves the admin service."""
+"""Where the scheduler's process serves the admin service, and facts."""
 
 import asyncio
 import signal
@@ -10,8 +10,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from quire.v1 import admin_pb2, admin_pb2_grpc
-from services.scheduler.__main__ import ADMIN_SERVICE, TOKEN_SERVICE
+from quire.v1 import admin_pb2, admin_pb2_grpc, info_pb2, info_pb2_grpc
+from services.scheduler.__main__ import ADMIN_SERVICE, INFO_SERVICE, TOKEN_SERVICE
 from tests.quire.cli.running_quire import started
 
 PROCESS = (sys.executable, "-m", "services.scheduler")
@@ -64,9 +64,34 @@ async def test_it_is_served_with_the_others_or_apart(tmp_path: Path, apart: bool
     assert sockets(tmp_path) == []
 
 
-async def test_an_address_that_cannot_be_bound_ends_the_process(tmp_path: Path) -> None:
+async def test_facts_are_told_apart_and_wherever_admin_is(tmp_path: Path) -> None:
+    listen, admin, info = (f"unix://{tmp_path}/{name}.sock" for name in ("s", "a", "i"))
+    flags = ["--listen", listen, "--admin-listen", admin, "--info-listen", info]
+    async with asyncio.timeout(30), started(*PROCESS, *flags) as process:
+        for address in (listen, admin, info):
+            async with grpc.aio.insecure_channel(address) as channel:
+                assert await alive(channel, INFO_SERVICE)
+                told = await info_pb2_grpc.InfoServiceStub(channel).GetLoads(
+                    info_pb2.GetLoadsRequest()
+                )
+                assert told.uptime_us > 0
+                seen = await services(channel) & {ADMIN_SERVICE, INFO_SERVICE, TOKEN_SERVICE}
+                if address == info:
+                    assert seen == {INFO_SERVICE}
+                    with pytest.raises(grpc.aio.AioRpcError) as caught:
+                        await admin_pb2_grpc.AdminServiceStub(channel).GetConfig(
+                            admin_pb2.GetConfigRequest()
+                        )
+                    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        process.send_signal(signal.SIGTERM)
+        assert await process.wait() == 0
+    assert sockets(tmp_path) == []
+
+
+@pytest.mark.parametrize("flag", ["--admin-listen", "--info-listen"])
+async def test_an_address_that_cannot_be_bound_ends_the_process(tmp_path: Path, flag: str) -> None:
     (tmp_path / "file").touch()
-    flags = ["--listen", f"unix://{tmp_path}/s.sock", "--admin-listen", f"unix://{tmp_path}/file"]
+    flags = ["--listen", f"unix://{tmp_path}/s.sock", flag, f"unix://{tmp_path}/file"]
     async with asyncio.timeout(30), started(*PROCESS, *flags) as process:
         _, told = await process.communicate()
         assert process.returncode == 2
