@@ -64,8 +64,8 @@ check-stubs: $(STAMP)
 	@out=$$($(BIN)/python -m pytest -q tests/protos 2>&1) || { echo "$$out"; exit 1; }
 
 check-compose: $(STAMP)
-	@echo "compose.yaml: schema"
-	@$(BIN)/check-jsonschema -q --builtin-schema vendor.compose-spec compose.yaml
+	@echo "compose files: schema"
+	@$(BIN)/check-jsonschema -q --builtin-schema vendor.compose-spec compose*.yaml
 
 protos: $(STAMP) ## quire/v1 from protos/, and their baseline if nothing breaks
 	@$(BIN)/python protos/generate.py
