@@ -99,13 +99,14 @@ class Engine:
         with parts.part("engine"):
             said = run([str(ENGINE_SCRIPT), "start"], env, timeout_s=300)
         env |= dict(re.findall(r"^export (\w+)=(.*)$", said, re.MULTILINE))
-        first = free_ports(2)
+        first = free_ports(3)
         env |= {
             "COMPOSE_PROJECT_NAME": PROJECT,
             "QUIRE_IMAGE": PROJECT,
             "QUIRE_MODEL": MODEL,
             "BASE": f"python:{PYTHON}-slim",
             "TOKENIZER_PORT": f"{first}-{first + 1}",
+            "OPENAI_PORT": str(first + 2),
         }
         return cls(env, parts)
 
@@ -128,6 +129,10 @@ class Engine:
 
     def compose(self, *command: str, timeout_s: float = 120) -> str:
         return run(["docker", "compose", *command], self._env, timeout_s)
+
+    def use_profile(self, profile: str) -> None:
+        """From now on the services of this profile belong to the set."""
+        self._env["COMPOSE_PROFILES"] = profile
 
     def up(self, *flags: str) -> None:
         """Returns when every service is healthy."""
@@ -152,15 +157,16 @@ class Engine:
         """Runs a piece of Python inside a container."""
         return self.docker("exec", container, "python", "-c", code, *arguments)
 
+    def published(self, service: str, port: int, index: int = 1) -> str:
+        """Where a replica's port is found on this host, which must be for this host alone."""
+        address = self.compose("port", "--index", str(index), service, str(port)).strip()
+        assert address.startswith("127.0.0.1:"), address
+        return address
+
     def text_target(self) -> str:
         """The published doors of all tokenizers."""
         replicas = range(1, len(self.containers("tokenizer")) + 1)
-        ports = [
-            self.compose("port", "--index", str(index), "tokenizer", "50051").strip()
-            for index in replicas
-        ]
-        assert all(port.startswith("127.0.0.1:") for port in ports), ports
-        return ",".join(ports)
+        return ",".join(self.published("tokenizer", 50051, index) for index in replicas)
 
     @contextlib.asynccontextmanager
     async def client(self, *, resume_tries: int = 16) -> AsyncIterator[AsyncClient]:

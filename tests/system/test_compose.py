@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 
+import openai
 import pytest
 
 from quire import SamplingParams
@@ -176,6 +177,19 @@ async def test_a_worker_is_killed_in_mid_answer_and_the_answer_goes_on(up: Engin
     assert len(up.loads().running) == WORKERS
 
 
+async def test_openai_clients_come_in_by_the_gateway(up: Engine) -> None:
+    up.use_profile("openai")
+    with up.parts.part("gateway built and up"):
+        up.compose("build", "--quiet", "gateway", timeout_s=600)
+        up.up("--no-deps", "gateway")
+    door = f"http://{up.published('gateway', 30000)}/v1"
+    async with openai.AsyncOpenAI(base_url=door, api_key="none", timeout=60) as client:
+        answer = await client.completions.create(
+            model=MODEL, prompt=QUESTION, max_tokens=4, temperature=0
+        )
+    assert answer.choices[0].text.startswith(" Paris")
+
+
 @pytest.mark.parametrize("service", ["scheduler", "worker", "tokenizer"])
 async def test_orphans_that_end_are_reaped(up: Engine, service: str) -> None:
     assert up.python(up.containers(service)[0], ORPHANS, "50").split() == ["0"]
@@ -211,13 +225,14 @@ async def test_an_orderly_stop_lets_the_answer_end(up: Engine) -> None:
     assert sum(len(delta.token_ids) for delta in deltas) == LONG // 2
     ended = {
         service: [up.inspect(container)["ExitCode"] for container in up.containers(service)]
-        for service in ("model", "scheduler", "worker", "tokenizer")
+        for service in ("model", "scheduler", "worker", "tokenizer", "gateway")
     }
     assert ended == {
         "model": [0],
         "scheduler": [0],
         "worker": [0] * WORKERS,
         "tokenizer": [0] * TOKENIZERS,
+        "gateway": [0],
     }
 
 
