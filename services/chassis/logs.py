@@ -6,6 +6,7 @@ the message as `name=value`, as JSON they are members of the object.
 
 import json
 import logging
+import math
 import sys
 from datetime import UTC, datetime
 from typing import Any
@@ -63,7 +64,19 @@ class _Json(logging.Formatter):
         }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, ensure_ascii=False, default=str)
+        try:
+            return json.dumps(line, ensure_ascii=False, default=str, allow_nan=False)
+        except ValueError:  # a number that JSON does not have
+            return json.dumps(_finite(line), ensure_ascii=False, default=str)
+
+
+def _finite(value: Any) -> Any:
+    """`value` with text in place of numbers that are infinite or none."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {name: _finite(one) for name, one in value.items()}
+    return [_finite(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def _shown(value: object) -> str:

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 from wsgiref.simple_server import WSGIServer
 
 import prometheus_client
@@ -78,10 +78,15 @@ _MOST_SERIES = 256
 
 OTHER = "other"
 
+_UNKNOWN: Any = None
+"""For values that are optional on the wire and that the SDK's class does not allow to leave out."""
+
 _LOOP_TIMEOUT_S = 2.0
 _FRESH_S = 0.2
 _LAG_PERIOD_S = 0.1
 _PUSH_PERIOD_MS = 10_000
+_PUSH_TIMEOUT_S = 5
+_LAST_WORDS_MS = 2_000
 
 
 class Histogram:
@@ -133,8 +138,8 @@ class Histogram:
                     sum=series.sum,
                     bucket_counts=counts,
                     explicit_bounds=self._bounds,
-                    min=0.0,
-                    max=0.0,
+                    min=_UNKNOWN,
+                    max=_UNKNOWN,
                 )
             )
         data = HistogramData(points, AggregationTemporality.CUMULATIVE)
@@ -277,14 +282,14 @@ class Metrics:
         return server.server_port
 
     def close(self) -> None:
-        """Ends the endpoint and pushes what is left; blocks."""
+        """Ends the endpoint and pushes what is left, for two seconds at most; blocks."""
         if self._http is not None:
             server, thread = self._http
             server.shutdown()
             server.server_close()
             thread.join()
             self._http = None
-        self.provider.shutdown()
+        self.provider.shutdown(_LAST_WORDS_MS)
 
 
 async def watch_lag(lag: Histogram) -> None:
@@ -324,7 +329,7 @@ class _PrometheusReader(PrometheusMetricReader):
 class _PushReader(PeriodicExportingMetricReader):
     def __init__(self, histograms: Sequence[Histogram], url: str) -> None:
         self._histograms = histograms  # before the thread starts
-        super().__init__(OTLPMetricExporter(endpoint=url), _PUSH_PERIOD_MS)
+        super().__init__(OTLPMetricExporter(endpoint=url, timeout=_PUSH_TIMEOUT_S), _PUSH_PERIOD_MS)
 
     def _receive_metrics(
         self, metrics_data: MetricsData, timeout_millis: float = 10_000, **kwargs: object
@@ -334,10 +339,14 @@ class _PushReader(PeriodicExportingMetricReader):
 
 def _with(data: MetricsData, histograms: Sequence[Histogram]) -> MetricsData:
     """`data`, our histograms included."""
-    made = [histogram.metric() for histogram in histograms]
+    made = [metric for metric in (one.metric() for one in histograms) if metric.data.data_points]
     resource = data.resource_metrics[0]
+    # One group for each scope: of two of one name the exporter would send the second alone.
+    known = [group for group in resource.scope_metrics if group.scope.name == SCOPE]
+    others = [group for group in resource.scope_metrics if group.scope.name != SCOPE]
+    made += [metric for group in known for metric in group.metrics]
     ours = ScopeMetrics(InstrumentationScope(SCOPE), made, "")
-    whole = ResourceMetrics(resource.resource, [*resource.scope_metrics, ours], resource.schema_url)
+    whole = ResourceMetrics(resource.resource, [*others, ours], resource.schema_url)
     return MetricsData([whole, *data.resource_metrics[1:]])
 
 

@@ -4,6 +4,7 @@ Calls that live long, with a stream of requests or of watching, are left out: th
 never. Health checks and reflection are left out as well.
 """
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -23,6 +24,7 @@ Handler = Any
 _QUIET = ("/grpc.",)
 _LONG_LIVED = ("/SubscribeKvEvents", "/Watch")
 _NAMES = {code.value[0]: code.name for code in grpc.StatusCode}
+_CANCELLED = grpc.StatusCode.CANCELLED.name
 
 
 class RpcTelemetry(grpc.aio.ServerInterceptor):
@@ -87,6 +89,8 @@ class RpcTelemetry(grpc.aio.ServerInterceptor):
     def _begin(self, name: str, context: ServicerContext) -> None:
         """Begins the span; the end of the call ends it, however that comes about.
 
+        A call that its caller has cancelled is no error, as the conventions say.
+
         Each call is a task of its own, so that what is attached to its context here is seen by its
         handler alone and goes with it.
         """
@@ -102,24 +106,31 @@ class RpcTelemetry(grpc.aio.ServerInterceptor):
         began = time.perf_counter()
 
         def end(context: ServicerContext) -> None:
-            status = _status(context)
+            status = status_of_call(context)
             if self._duration is not None:
                 self._duration.record(time.perf_counter() - began, name, status)
             if span is not None:
                 span.set_attribute("rpc.response.status_code", status)
-                if status != "OK":
+                if status not in ("OK", _CANCELLED):
                     span.set_attribute("error.type", status)
                     span.set_status(StatusCode.ERROR, status)
-                span.end()
+                # After the other callbacks of the call, which may have more to say.
+                asyncio.get_running_loop().call_soon(span.end, time.time_ns())
 
         context.add_done_callback(end)
 
 
-def _status(context: ServicerContext) -> str:
-    """How a call that is over ended."""
-    if context.cancelled():
-        return "CANCELLED"
+def status_of_call(context: ServicerContext) -> str:
+    """How a call ended, e.g. "OK"; for callbacks that are told of its end.
+
+    Of a call that its peer cut, gRPC says here neither that nor why; but no status was sent then.
+    """
     code = context.code()
     if isinstance(code, grpc.StatusCode):
         return code.name
-    return _NAMES.get(code or 0, "UNKNOWN")
+    if code:
+        return _NAMES.get(code, "UNKNOWN")
+    if context.done() and not context.cancelled():
+        return "OK"
+    left_s = context.time_remaining()
+    return _CANCELLED if left_s is None or left_s > 0 else "DEADLINE_EXCEEDED"

@@ -8,15 +8,14 @@ says is the service's.
 import logging
 import re
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
-from opentelemetry.metrics import MeterProvider
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExportResult
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON, ParentBased, TraceIdRatioBased
 from opentelemetry.trace import Span, SpanContext, TraceFlags, Tracer
 
@@ -91,25 +90,11 @@ class Tracing:
         url: of the receiver; None: what the variables of OpenTelemetry name.
         ratio: share of the traces that begin here and are kept; None: what OTEL_TRACES_SAMPLER
             says, else all. Of a trace that began elsewhere the caller has decided.
-        meters: where dropped spans are counted, or None.
     """
 
-    def __init__(
-        self,
-        resource: Resource,
-        *,
-        url: str | None,
-        ratio: float | None,
-        meters: MeterProvider | None,
-    ) -> None:
-        exporter = OTLPSpanExporter(endpoint=url, timeout=_EXPORT_TIMEOUT_S, meter_provider=meters)
-        self._exporter = exporter
-        self._processor = BatchSpanProcessor(
-            exporter,
-            max_queue_size=_QUEUED_SPANS,
-            schedule_delay_millis=_BATCH_DELAY_MS,
-            meter_provider=meters,
-        )
+    def __init__(self, resource: Resource, *, url: str | None, ratio: float | None) -> None:
+        self._exporter = _Exporter(endpoint=url, timeout=_EXPORT_TIMEOUT_S)
+        self._processor = _Processor(self._exporter)
         sampler = None if ratio is None else ParentBased(TraceIdRatioBased(ratio))
         provider = TracerProvider(sampler, resource, shutdown_on_exit=False)
         provider.add_span_processor(self._processor)
@@ -118,6 +103,16 @@ class Tracing:
         chosen = TracerProvider(ALWAYS_ON, resource, shutdown_on_exit=False)
         chosen.add_span_processor(self._processor)
         self.chosen_tracer: Tracer = chosen.get_tracer("quire")
+
+    def counts(self) -> list[tuple[float, dict[str, str]]]:
+        """Spans so far by what became of them: sent, failed (not taken), dropped (no room)."""
+        exporter = self._exporter
+        found = {
+            "sent": exporter.sent,
+            "failed": exporter.failed,
+            "dropped": self._processor.dropped,
+        }
+        return [(float(count), {"outcome": outcome}) for outcome, count in found.items()]
 
     def close(self) -> None:
         """Sends what is left, for two seconds at most; blocks."""
@@ -129,3 +124,49 @@ class Tracing:
             self._exporter.shutdown()  # ends the retries
             last.join(0.5)
             log.warning("the last spans could not be sent in time")
+
+
+class _Exporter(OTLPSpanExporter):
+    """Counts what it sends; only one thread sends at a time."""
+
+    sent = 0
+    failed = 0
+
+    @property
+    def taken(self) -> int:
+        """Spans that have left the queue."""
+        return self.sent + self.failed + self._under_way
+
+    _under_way = 0
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        self._under_way = len(spans)
+        result = SpanExportResult.FAILURE
+        try:
+            result = super().export(spans)
+        finally:
+            self._under_way = 0
+            if result is SpanExportResult.SUCCESS:
+                self.sent += len(spans)
+            else:
+                self.failed += len(spans)
+        return result
+
+
+class _Processor(BatchSpanProcessor):
+    """Counts what finds no room in the queue."""
+
+    def __init__(self, exporter: _Exporter) -> None:
+        super().__init__(
+            exporter, max_queue_size=_QUEUED_SPANS, schedule_delay_millis=_BATCH_DELAY_MS
+        )
+        self._counts = exporter
+        self._ended = 0
+        self.dropped = 0
+
+    def on_end(self, span: ReadableSpan) -> None:
+        if span.context is not None and span.context.trace_flags.sampled:
+            self._ended += 1
+            if self._ended - self.dropped - self._counts.taken > _QUEUED_SPANS:
+                self.dropped += 1
+        super().on_end(span)
