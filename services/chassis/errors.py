@@ -233,7 +233,7 @@ class RemoteError(ServiceError):
     """An error another service sent; passed on as it came."""
 
     def __init__(self, status: status_pb2.Status) -> None:
-        super().__init__(status.message)
+        super().__init__(status.message, reason=_reason_of(status))
         self.status = status
 
     def details(self) -> list[any_pb2.Any]:
@@ -244,6 +244,12 @@ class RemoteError(ServiceError):
 def status_of(error: ServiceError) -> status_pb2.Status:
     """The status to send for `error`, a foreign one unchanged."""
     return error.status if isinstance(error, RemoteError) else to_status(error)
+
+
+def _reason_of(status: status_pb2.Status) -> str:
+    info = error_details_pb2.ErrorInfo()
+    found = any(detail.Unpack(info) for detail in status.details)
+    return _clipped(info.reason) if found else ""
 
 
 def _clipped(text: str) -> str:

@@ -11,6 +11,8 @@ from grpc_status import rpc_status
 from opentelemetry import trace
 
 from services.chassis.errors import Internal, InvalidArgument, ServiceError, status_of
+from services.chassis.logs import fields
+from services.chassis.tracing import trace_id
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +115,7 @@ async def _abort(context: ServicerContext, error: Exception, method: str) -> NoR
     elif isinstance(error, DecodeError):
         known = InvalidArgument("message", "the bytes are no message of this method")
     else:
-        log.error("%s failed", method, exc_info=error)
+        log.error("%s failed", method, exc_info=error, extra=fields(trace_id=trace_id()))
         known = Internal("internal error; see the log of the service")
     await context.abort_with_status(rpc_status.to_status(status_of(known)))
     raise AssertionError("abort_with_status returns only by raising")

@@ -66,6 +66,12 @@ def written(context: SpanContext) -> str:
     return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
 
 
+def trace_id() -> str | None:
+    """The trace that the call belongs to in whose task this is; None for none."""
+    context = trace.get_current_span().get_span_context()
+    return f"{context.trace_id:032x}" if context.is_valid else None
+
+
 def child_of(traceparent: str) -> Context:
     """What to give as `context` for a span below the one that this names; "" begins a trace."""
     parent = context_of(traceparent)

@@ -27,11 +27,13 @@ from services.chassis.telemetry import Telemetry
 from services.tokenizer.encoding import load_encoding
 from services.tokenizer.encoding_pool import EncodingPool
 from services.tokenizer.generation_config import load_sampling_defaults
+from services.tokenizer.metrics import State, TokenizerMetrics
 from services.tokenizer.routing import Router
 from services.tokenizer.servicer import TextServicer
 from services.tokenizer.session_call import LinkOptions
 from services.tokenizer.settings import TokenizerSettings, read_settings
 from services.tokenizer.validation import Validator
+from services.tokenizer.watching import Watchers
 
 log = logging.getLogger("services.tokenizer")
 
@@ -81,14 +83,24 @@ async def serve(settings: TokenizerSettings, telemetry: Telemetry, stopping: asy
         ],
         on_serving,
     )
-    pool = EncodingPool(encoding, threads=min(_MOST_THREADS, len(os.sched_getaffinity(0))))
+    metrics = None if telemetry.metrics is None else TokenizerMetrics(telemetry.metrics, model)
+    pool = EncodingPool(
+        encoding,
+        threads=min(_MOST_THREADS, len(os.sched_getaffinity(0))),
+        on_done=None if metrics is None else metrics.encoded,
+    )
     servicer = TextServicer(
         version=VERSION,
         validator=Validator(model=model, vocab_size=encoding.vocab_size, defaults=defaults),
         encoding=encoding,
         pool=pool,
         link=link,
+        watchers=_watchers(telemetry, metrics, model, encoding.digest, settings.trace_content),
     )
+    if metrics is not None:
+        metrics.watch(
+            lambda: State(calls=servicer.live_calls, encoding=pool.waiting, links=link.states)
+        )
     text_pb2_grpc.add_TextServiceServicer_to_server(servicer, server.grpc)
     telemetry.serve()
     try:
@@ -104,6 +116,25 @@ async def serve(settings: TokenizerSettings, telemetry: Telemetry, stopping: asy
     finally:
         await server.stop()
         pool.close()
+
+
+def _watchers(
+    telemetry: Telemetry,
+    metrics: TokenizerMetrics | None,
+    model: str,
+    digest: str,
+    content: bool,
+) -> Watchers | None:
+    """Who watches the requests; None where nothing is asked for."""
+    if telemetry.tracing is None and metrics is None:
+        return None
+    return Watchers(
+        model=model,
+        tokenizer_digest=digest,
+        tracer=None if telemetry.tracing is None else telemetry.tracing.tracer,
+        metrics=metrics,
+        content=content,
+    )
 
 
 async def _drain(

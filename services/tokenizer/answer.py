@@ -20,7 +20,7 @@ from services.tokenizer.domain import (
 )
 from services.tokenizer.generation import TextGeneration, make_matcher
 from services.tokenizer.routing import Router
-from services.tokenizer.token_stream import TokenStream
+from services.tokenizer.token_stream import SubmissionObserver, TokenStream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +33,7 @@ class AnswerPlan:
         detokenizer: of the answer's text.
         traceparent: W3C trace context, or "".
         ends_at: when nobody wants the answer any more, in loop time; None for never.
+        observer: told of its submissions, or None.
     """
 
     options: ValidOptions
@@ -40,6 +41,7 @@ class AnswerPlan:
     detokenizer: IncrementalDetokenizer
     traceparent: str
     ends_at: float | None
+    observer: SubmissionObserver | None = None
 
 
 class Answer:
@@ -101,6 +103,7 @@ class Answer:
             yield text, (), end
             return
         stream = self._stream = self._link.open(self._work())
+        stream.observer = self._plan.observer
         while True:
             delta = await stream.next()
             was_found = generation.found is not None

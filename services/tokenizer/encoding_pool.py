@@ -6,6 +6,7 @@ Owns the threads. Knows nothing of requests.
 import asyncio
 import functools
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, TypeVar
@@ -27,12 +28,22 @@ class EncodingPool:
         encoding: called from several threads at once.
         threads: that work at a time.
         max_waiting: calls in the pool, those at work included.
+        on_done: told of each call, on the event loop: "encode", "decode" or "render", how long it
+            waited and how long it took, seconds.
     """
 
-    def __init__(self, encoding: Encoding, *, threads: int = 2, max_waiting: int = 256) -> None:
+    def __init__(
+        self,
+        encoding: Encoding,
+        *,
+        threads: int = 2,
+        max_waiting: int = 256,
+        on_done: Callable[[str, float, float], None] | None = None,
+    ) -> None:
         self._encoding = encoding
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix="encode")
         self._max_waiting = max_waiting
+        self._on_done = on_done
         self._lock = threading.Lock()
         self._waiting = 0
 
@@ -52,7 +63,8 @@ class EncodingPool:
         """
         _check_size(texts, field)
         return await self._run(
-            functools.partial(self._encoding.encode, texts, add_special_tokens=add_special_tokens)
+            "encode",
+            functools.partial(self._encoding.encode, texts, add_special_tokens=add_special_tokens),
         )
 
     async def decode(
@@ -64,9 +76,10 @@ class EncodingPool:
             Overloaded: too many calls wait.
         """
         return await self._run(
+            "decode",
             functools.partial(
                 self._encoding.decode, sequences, skip_special_tokens=skip_special_tokens
-            )
+            ),
         )
 
     async def render(
@@ -84,19 +97,25 @@ class EncodingPool:
         """
         _check_size([message.content for message in messages], "messages")
         return await self._run(
+            "render",
             functools.partial(
                 self._encoding.render,
                 messages,
                 add_generation_prompt=add_generation_prompt,
                 check=check,
-            )
+            ),
         )
 
     def close(self) -> None:
         """Ends the threads; calls that have not begun are cancelled."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
-    async def _run(self, call: Callable[[], T]) -> T:
+    @property
+    def waiting(self) -> int:
+        """Calls in the pool, those at work included."""
+        return self._waiting
+
+    async def _run(self, kind: str, call: Callable[[], T]) -> T:
         if self._waiting >= self._max_waiting:
             raise Overloaded(
                 f"{self._waiting} texts wait to be encoded", reason="TOO_MANY_ENCODING"
@@ -113,6 +132,8 @@ class EncodingPool:
             return await result
         finally:
             job.is_wanted = False
+            if self._on_done is not None and job.ended is not None:
+                self._on_done(kind, job.began - job.made, job.ended - job.began)
 
     def _done(self, _future: Future[T]) -> None:
         with self._lock:
@@ -126,17 +147,24 @@ def _note_error(result: asyncio.Future[T]) -> None:
 
 
 class _Job(Generic[T]):
-    """A call that is not made once nobody wants its result."""
+    """A call that is not made once nobody wants its result; knows when it was made, seconds."""
 
     def __init__(self, call: Callable[[], T]) -> None:
         self._call = call
         self.is_wanted = True
+        self.made = time.perf_counter()
+        self.began = self.made
+        self.ended: float | None = None
 
     def run(self) -> T:
         """Makes the call, on a thread of the pool."""
         if not self.is_wanted:
             raise asyncio.CancelledError
-        return self._call()
+        self.began = time.perf_counter()
+        try:
+            return self._call()
+        finally:
+            self.ended = time.perf_counter()
 
 
 def _check_size(texts: Sequence[str], field: str) -> None:

@@ -22,7 +22,7 @@ import grpc
 from services.chassis.errors import Overloaded, ServiceError
 from services.tokenizer.block_hashes import COMPUTABLE, block_hashes, held_blocks, salt_of
 from services.tokenizer.domain import Limits, TokenWork
-from services.tokenizer.session import LinkCounts, SchedulerLink
+from services.tokenizer.session import LinkCounts, LinkState, SchedulerLink
 from services.tokenizer.session_call import LinkOptions
 from services.tokenizer.token_stream import TokenStream
 
@@ -88,6 +88,11 @@ class Router:
             unsent=sum(one.unsent for one in counts),
             on_session=sum(one.on_session for one in counts),
         )
+
+    @property
+    def states(self) -> list[LinkState]:
+        """Where the link with each scheduler stands."""
+        return [link.state for link in self._links]
 
     async def run(self) -> None:
         """Keeps all links up until `stop`."""

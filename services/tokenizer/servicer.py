@@ -5,19 +5,30 @@ does is elsewhere: rules in `validation`, encoding in `encoding_pool`, the answe
 """
 
 import asyncio
+import contextlib
 import functools
-from collections.abc import AsyncIterator, Callable
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from opentelemetry import trace
+
 from quire.v1 import text_pb2, text_pb2_grpc
 from services.chassis.errors import Unavailable, Violations
-from services.chassis.tracing import traceparent_of
+from services.chassis.tracing import traceparent_of, written
 from services.chassis.unknown_fields import refuse_unknown_fields
 from services.tokenizer import codec
 from services.tokenizer.answer import Answer, AnswerPlan
 from services.tokenizer.deadline import end_of, within
-from services.tokenizer.domain import Limits, RawTokenIds, Scheduling, TextMessage
+from services.tokenizer.domain import (
+    ChatMessage,
+    Limits,
+    RawTokenIds,
+    Scheduling,
+    TextMessage,
+    ValidOptions,
+)
 from services.tokenizer.encoding import Encoding
 from services.tokenizer.encoding_pool import EncodingPool
 from services.tokenizer.packing import compact_ids
@@ -28,9 +39,12 @@ from services.tokenizer.validation import (
     check_not_empty,
     check_text,
 )
+from services.tokenizer.watching import CHAT, COMPLETION, Watch, Watchers
 
 # Generic in grpc's stubs, a plain class at run time.
 _Context = Any
+
+_UNWATCHED = contextlib.nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +68,7 @@ class TextServicer(text_pb2_grpc.TextServiceServicer):
         encoding: the tokenizer.
         pool: the tokenizer, beside the event loop.
         link: to the schedulers.
+        watchers: of the requests, or None.
     """
 
     def __init__(
@@ -64,12 +79,14 @@ class TextServicer(text_pb2_grpc.TextServiceServicer):
         encoding: Encoding,
         pool: EncodingPool,
         link: Router,
+        watchers: Watchers | None = None,
     ) -> None:
         self._version = version
         self._validator = validator
         self._encoding = encoding
         self._pool = pool
         self._link = link
+        self._watchers = watchers
         self._draining = False
         self._calls: set[_Context] = set()
         self._idle = asyncio.Event()
@@ -92,70 +109,58 @@ class TextServicer(text_pb2_grpc.TextServiceServicer):
         self, request: text_pb2.GenerateRequest, context: _Context
     ) -> AsyncIterator[text_pb2.GenerateResponse]:
         """Completes a prompt."""
-        arrival = self._enter(request, context)
-        limits = self._link.limits
-        raw = codec.prompt_from_request(request)
-        wrong = Violations()
-        with wrong.collected():
-            options = self._validator.options(codec.options_from_request(request), limits)
-        if raw is None:
-            wrong.add("prompt", "is missing; send text or token_ids")
-        elif isinstance(raw, RawTokenIds):
+        watch = self._watch(COMPLETION, request, context)
+        with watch or _UNWATCHED:
+            arrival = self._enter(request, context)
+            limits = self._link.limits
+            raw = codec.prompt_from_request(request)
+            wrong = Violations()
             with wrong.collected():
-                prompt = self._validator.prompt_ids(raw, "token_ids", limits)
-        else:
-            with wrong.collected():
-                self._check_text("prompt", limits)(raw)
-        wrong.raise_any()
-        ends_at = arrival.ends_at(options.scheduling)
-        if isinstance(raw, str):
-            async with within(ends_at):
-                (prompt,) = await self._pool.encode([raw], "text", add_special_tokens=True)
-        self._validator.prompt(prompt, "prompt", options, self._link.limits)
-        plan = AnswerPlan(
-            options=options,
-            prompt=compact_ids(prompt),
+                options = self._validator.options(codec.options_from_request(request), limits)
+            if raw is None:
+                wrong.add("prompt", "is missing; send text or token_ids")
+            elif isinstance(raw, RawTokenIds):
+                with wrong.collected():
+                    prompt = self._validator.prompt_ids(raw, "token_ids", limits)
+            else:
+                with wrong.collected():
+                    self._check_text("prompt", limits)(raw)
+            wrong.raise_any()
+            ends_at = arrival.ends_at(options.scheduling)
+            if watch is not None:
+                watch.asked(options)
+            if isinstance(raw, str):
+                prompt = await self._encode(raw, ends_at, watch)
+            self._validator.prompt(prompt, "prompt", options, self._link.limits)
             # The text goes on where the prompt ends, be it inside a word or a character.
-            detokenizer=self._encoding.detokenization.start(
-                prompt, skip_special_tokens=options.skip_special_tokens
-            ),
-            traceparent=traceparent_of(context.invocation_metadata()),
-            ends_at=ends_at,
-        )
-        async for message in self._answer(plan, context):
-            yield codec.to_generate_response(message)
+            plan = self._plan(options, prompt, prompt, context, ends_at, watch)
+            async for message in self._answer(plan, context, watch):
+                yield codec.to_generate_response(message)
 
     async def Chat(
         self, request: text_pb2.ChatRequest, context: _Context
     ) -> AsyncIterator[text_pb2.ChatResponse]:
         """Renders a conversation and completes it."""
-        arrival = self._enter(request, context)
-        limits = self._link.limits
-        messages = codec.messages_from_proto(request.messages)
-        wrong = Violations()
-        with wrong.collected():
-            options = self._validator.options(codec.options_from_request(request), limits)
-        with wrong.collected():
-            check_messages(messages)
-        wrong.raise_any()
-        ends_at = arrival.ends_at(options.scheduling)
-        async with within(ends_at):
-            chat = await self._pool.render(
-                messages, add_generation_prompt=True, check=self._check_text("messages", limits)
-            )
-        self._validator.prompt(chat.token_ids, "messages", options, self._link.limits)
-        plan = AnswerPlan(
-            options=options,
-            prompt=compact_ids(chat.token_ids),
+        watch = self._watch(CHAT, request, context)
+        with watch or _UNWATCHED:
+            arrival = self._enter(request, context)
+            limits = self._link.limits
+            messages = codec.messages_from_proto(request.messages)
+            wrong = Violations()
+            with wrong.collected():
+                options = self._validator.options(codec.options_from_request(request), limits)
+            with wrong.collected():
+                check_messages(messages)
+            wrong.raise_any()
+            ends_at = arrival.ends_at(options.scheduling)
+            if watch is not None:
+                watch.asked(options)
+            prompt = await self._render(messages, limits, ends_at, watch)
+            self._validator.prompt(prompt, "messages", options, self._link.limits)
             # The assistant's turn is a text of its own.
-            detokenizer=self._encoding.detokenization.start(
-                skip_special_tokens=options.skip_special_tokens
-            ),
-            traceparent=traceparent_of(context.invocation_metadata()),
-            ends_at=ends_at,
-        )
-        async for message in self._answer(plan, context):
-            yield codec.to_chat_response(message)
+            plan = self._plan(options, prompt, (), context, ends_at, watch)
+            async for message in self._answer(plan, context, watch):
+                yield codec.to_chat_response(message)
 
     async def Tokenize(
         self, request: text_pb2.TokenizeRequest, context: _Context
@@ -212,15 +217,86 @@ class TextServicer(text_pb2_grpc.TextServiceServicer):
             has_chat_template=self._encoding.has_chat_template,
         )
 
-    async def _answer(self, plan: AnswerPlan, context: _Context) -> AsyncIterator[TextMessage]:
+    async def _encode(self, text: str, ends_at: float | None, watch: Watch | None) -> Sequence[int]:
+        """The ids of a prompt."""
+        began_ns, ids = time.time_ns(), []
+        try:
+            async with within(ends_at):
+                (ids,) = await self._pool.encode([text], "text", add_special_tokens=True)
+        finally:
+            if watch is not None:
+                watch.tokenized(began_ns, text, len(ids))
+        return ids
+
+    async def _render(
+        self,
+        messages: Sequence[ChatMessage],
+        limits: Limits | None,
+        ends_at: float | None,
+        watch: Watch | None,
+    ) -> Sequence[int]:
+        """The ids of a conversation."""
+        check = self._check_text("messages", limits)
+        if watch is not None:
+            check = watch.noting(check)
+        began_ns, ids = time.time_ns(), ()
+        try:
+            async with within(ends_at):
+                chat = await self._pool.render(messages, add_generation_prompt=True, check=check)
+            ids = chat.token_ids
+        finally:
+            if watch is not None:
+                watch.rendered(began_ns, messages, len(ids))
+        return ids
+
+    def _plan(
+        self,
+        options: ValidOptions,
+        prompt: Sequence[int],
+        before: Sequence[int],
+        context: _Context,
+        ends_at: float | None,
+        watch: Watch | None,
+    ) -> AnswerPlan:
+        """What to answer, once the prompt is known; the answer's text goes on after `before`."""
+        detokenizer = self._encoding.detokenization.start(
+            before, skip_special_tokens=options.skip_special_tokens
+        )
+        if watch is not None:
+            detokenizer = watch.decoding(detokenizer, options, prompt)
+        own = written(trace.get_current_span().get_span_context())
+        return AnswerPlan(
+            options=options,
+            prompt=compact_ids(prompt),
+            detokenizer=detokenizer,
+            traceparent=own or traceparent_of(context.invocation_metadata()),
+            ends_at=ends_at,
+            observer=watch,
+        )
+
+    async def _answer(
+        self, plan: AnswerPlan, context: _Context, watch: Watch | None
+    ) -> AsyncIterator[TextMessage]:
         answer = Answer(plan, self._link, self._encoding.detokenization.special)
         # gRPC may end a call while it writes, and then never comes back into this generator.
         context.add_done_callback(lambda _: answer.close())
         try:
             async for message in answer.messages():
+                if watch is not None:
+                    watch.answered(message)
                 yield message
         finally:
             answer.close()
+
+    def _watch(
+        self,
+        operation: str,
+        request: text_pb2.GenerateRequest | text_pb2.ChatRequest,
+        context: _Context,
+    ) -> Watch | None:
+        if self._watchers is None:
+            return None
+        return self._watchers.begin(operation, context, request.model, request.request_id)
 
     def _check_text(self, field: str, limits: Limits | None) -> Callable[[str], None]:
         """Refuses a text that cannot fit, before work is put into it."""

@@ -35,6 +35,25 @@ class LinkCounts:
     on_session: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkState:
+    """Where a link stands.
+
+    Attributes:
+        target: address of the scheduler.
+        has_session: it is reached.
+        serves: it can serve requests.
+        sessions: opened so far.
+        counts: requests held.
+    """
+
+    target: str
+    has_session: bool
+    serves: bool
+    sessions: int
+    counts: LinkCounts
+
+
 class Elsewhere(Protocol):
     """The other schedulers, as a link sees them."""
 
@@ -74,6 +93,7 @@ class SchedulerLink:
         self._live: dict[TokenStream, int] = {}
         self._unsent: OrderedDict[TokenStream, None] = OrderedDict()
         self._last_reason = ""
+        self._sessions = 0
 
     @property
     def limits(self) -> Limits | None:
@@ -105,6 +125,17 @@ class SchedulerLink:
         """How many requests are held."""
         on_session = len(self._session.streams) if self._session is not None else 0
         return LinkCounts(live=len(self._live), unsent=len(self._unsent), on_session=on_session)
+
+    @property
+    def state(self) -> LinkState:
+        """Where it stands."""
+        return LinkState(
+            target=self._options.target,
+            has_session=self.has_session,
+            serves=self.serves,
+            sessions=self._sessions,
+            counts=self.counts,
+        )
 
     async def run(self) -> None:
         """Opens a session, and a new one whenever it ends, until `stop`."""
@@ -199,6 +230,7 @@ class SchedulerLink:
 
     def _welcomed(self, session: SessionCall) -> None:
         self._session = session
+        self._sessions += 1
         for stream in self._live:
             stream.wait_until(None)
         self._last_reason = ""

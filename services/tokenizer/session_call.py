@@ -204,7 +204,8 @@ class SessionCall:
             if self._mismatch is not None:
                 stream.end_with(self._mismatch)
                 continue
-            message = codec.to_submit(self._last_id + 1, stream.submission(self._last_id + 1))
+            work = stream.submission(self._last_id + 1, self._options.target)
+            message = codec.to_submit(self._last_id + 1, work)
             size = message.ByteSize()
             if size > MAX_MESSAGE_BYTES - _SUBMIT_OVERHEAD_BYTES:
                 # Writing it would end the session, and everybody's requests with it.

@@ -51,6 +51,7 @@ class TokenizerSettings(TelemetrySettings):
         rule="must be >= 0",
     )
     metrics_port: int = metrics_port_setting(9461)
+    trace_content: bool = setting(help="put prompts and answers into spans", default=False)
 
 
 def read_settings(argv: Sequence[str], env: Mapping[str, str]) -> TokenizerSettings:

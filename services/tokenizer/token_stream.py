@@ -38,6 +38,21 @@ class StreamOwner(Protocol):
         ...
 
 
+class SubmissionObserver(Protocol):
+    """Told of each submission of one request."""
+
+    def submitted(self, scheduler: str, attempt: int, tokens: int, why: str) -> None:
+        """It was.
+
+        Args:
+            scheduler: its address.
+            attempt: of the caller and ours.
+            tokens: of the answer so far.
+            why: "new", "refused" elsewhere, or "lost" with a session.
+        """
+        ...
+
+
 class TokenStream:
     """One request. Made by the link; used by one handler, which must `close` it.
 
@@ -65,6 +80,8 @@ class TokenStream:
         self.stream_id: int | None = None
         self.was_refused = False
         """A scheduler refused it, and it was offered to another one."""
+        self.observer: SubmissionObserver | None = None
+        self._why = "new"
 
     # What the handler calls.
 
@@ -114,9 +131,15 @@ class TokenStream:
         """The scheduler did not take it: the next one is to check it as a new request."""
         self.was_refused = True
         self._submits -= 1
+        self._why = "refused"
 
-    def submission(self, stream_id: int) -> TokenWork:
-        """What to submit now, under `stream_id`: the request with all tokens and the time left."""
+    def submission(self, stream_id: int, scheduler: str) -> TokenWork:
+        """What to submit now: the request with all tokens and the time left.
+
+        Args:
+            stream_id: under which.
+            scheduler: address of the one that gets it.
+        """
         now = asyncio.get_running_loop().time()
         scheduling = self._work.scheduling
         work = replace(
@@ -128,6 +151,8 @@ class TokenStream:
         self._submits += 1
         self._tokens_at_submit = len(self._tokens)
         self.stream_id = stream_id
+        if self.observer is not None:
+            self.observer.submitted(scheduler, work.attempt, len(self._tokens), self._why)
         return work
 
     @property
@@ -171,6 +196,7 @@ class TokenStream:
         if self._kept is not None:
             self._end_here()
             return
+        self._why = "lost"
         progressed = len(self._tokens) > self._tokens_at_submit
         self._fruitless = 0 if progressed else self._fruitless + 1
         if self._fruitless > _MAX_FRUITLESS_SUBMITS:

@@ -1,8 +1,9 @@
 import asyncio
+import logging
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from quire.v1 import generation_pb2, text_pb2, text_pb2_grpc, token_pb2
 from services.chassis.process import StartupError
+from services.chassis.telemetry import Telemetry
 from services.tokenizer.__main__ import serve
 from services.tokenizer.settings import TokenizerSettings
 from tests.assets.tokenizers import byte_ids, byte_level, write_folder
@@ -40,6 +42,18 @@ sys.meta_path[sys.meta_path.index(importlib.machinery.PathFinder)] = PathFinder
 @pytest.fixture(autouse=True)
 def memory_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("services.tokenizer.__main__.settle_memory", lambda: None)
+
+
+@pytest.fixture(autouse=True)
+def logs_stay_as_they_are() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    yield
+    root.handlers, root.level = handlers, level
+
+
+def telemetry_of(made: TokenizerSettings) -> Telemetry:
+    return Telemetry(made, service="tokenizer", version="1", env={})
 
 
 @dataclass
@@ -88,7 +102,7 @@ async def serving(made: TokenizerSettings) -> AsyncIterator[tuple[Client, asynci
     """The service in this process; it must end by itself once it is told to stop."""
     stopping = asyncio.Event()
     async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
-        tasks.create_task(serve(made, stopping))
+        tasks.create_task(serve(made, telemetry_of(made), stopping))
         async with grpc.aio.insecure_channel(made.listen[0]) as channel:
             try:
                 yield Client(channel), stopping
@@ -204,7 +218,8 @@ async def test_it_may_be_told_to_stop_while_it_loads(folder: Path, sockets: Path
     stopping = asyncio.Event()
     stopping.set()
     async with asyncio.timeout(30):
-        await serve(settings(folder, sockets), stopping)
+        made = settings(folder, sockets)
+        await serve(made, telemetry_of(made), stopping)
 
 
 @pytest.mark.parametrize(
@@ -217,8 +232,9 @@ async def test_it_may_be_told_to_stop_while_it_loads(folder: Path, sockets: Path
 async def test_what_cannot_be_used_is_said_in_one_line(
     folder: Path, sockets: Path, change: dict[str, Any], message: str
 ) -> None:
+    made = settings(folder, sockets, **change)
     with pytest.raises(StartupError, match=message):
-        await serve(settings(folder, sockets, **change), asyncio.Event())
+        await serve(made, telemetry_of(made), asyncio.Event())
 
 
 async def start_process(
