@@ -219,7 +219,8 @@ class TextServicer(text_pb2_grpc.TextServiceServicer):
 
     async def _encode(self, text: str, ends_at: float | None, watch: Watch | None) -> Sequence[int]:
         """The ids of a prompt."""
-        began_ns, ids = time.time_ns(), []
+        began_ns = time.time_ns()
+        ids: Sequence[int] = ()
         try:
             async with within(ends_at):
                 (ids,) = await self._pool.encode([text], "text", add_special_tokens=True)
@@ -239,7 +240,8 @@ class TextServicer(text_pb2_grpc.TextServiceServicer):
         check = self._check_text("messages", limits)
         if watch is not None:
             check = watch.noting(check)
-        began_ns, ids = time.time_ns(), ()
+        began_ns = time.time_ns()
+        ids: Sequence[int] = ()
         try:
             async with within(ends_at):
                 chat = await self._pool.render(messages, add_generation_prompt=True, check=check)

@@ -11,15 +11,20 @@ import grpc
 
 from quire.v1 import text_pb2_grpc
 from services.chassis.channel import CHANNEL_OPTIONS
+from services.chassis.metrics import Metrics
+from services.chassis.rpc_telemetry import RpcTelemetry
 from services.chassis.server import GrpcServer
+from services.chassis.tracing import Tracing
 from services.tokenizer.domain import Sampling, SamplingDefaults, Scheduling, TokenWork
 from services.tokenizer.encoding import Encoding
 from services.tokenizer.encoding_pool import EncodingPool
+from services.tokenizer.metrics import State, TokenizerMetrics
 from services.tokenizer.routing import Router
 from services.tokenizer.servicer import TextServicer
 from services.tokenizer.session import LinkCounts, SchedulerLink
 from services.tokenizer.session_call import LinkOptions
 from services.tokenizer.validation import Validator
+from services.tokenizer.watching import Watchers
 from tests.fakes.scheduler import FakeScheduler, default_limits
 
 NOTHING = LinkCounts(live=0, unsent=0, on_session=0)
@@ -114,16 +119,31 @@ async def text_service(
     scheduler: FakeScheduler | None = None,
     defaults: SamplingDefaults | None = None,
     scheduler_runs: bool = True,
+    tracing: Tracing | None = None,
+    metrics: Metrics | None = None,
+    content: bool = False,
     **options: Any,
 ) -> AsyncIterator[TextService]:
-    """The service on a socket, connected."""
+    """The service on a socket, connected; observed where there is something to tell."""
     scheduler = scheduler or FakeScheduler(
         f"unix://{sockets}/scheduler.sock", limits=default_limits()
     )
     if scheduler_runs:
         await scheduler.start()
-    server = GrpcServer(["quire.v1.TextService"])
-    pool = EncodingPool(encoding)
+    watched = tracing is not None or metrics is not None
+    tracer = tracing.tracer if tracing else None
+    counts = None if metrics is None else TokenizerMetrics(metrics, "tiny")
+    server = GrpcServer(
+        ["quire.v1.TextService"], observers=[RpcTelemetry(tracer, metrics)] if watched else []
+    )
+    pool = EncodingPool(encoding, on_done=None if counts is None else counts.encoded)
+    watchers = Watchers(
+        model="tiny",
+        tokenizer_digest=encoding.digest,
+        tracer=tracer,
+        metrics=counts,
+        content=content,
+    )
     async with AsyncExitStack() as stack:
         stack.push_async_callback(_end, scheduler)
         link = await stack.enter_async_context(
@@ -141,7 +161,12 @@ async def text_service(
             encoding=encoding,
             pool=pool,
             link=link,
+            watchers=watchers if watched else None,
         )
+        if counts is not None:
+            counts.watch(
+                lambda: State(calls=servicer.live_calls, encoding=pool.waiting, links=link.states)
+            )
         text_pb2_grpc.add_TextServiceServicer_to_server(servicer, server.grpc)
         (address,) = await server.start([f"unix://{sockets}/text.sock"])
         if scheduler_runs:
