@@ -41,6 +41,7 @@ class Finished:
         usage: what it cost.
         request_id: the request's name, for the servers' logs.
         seed: what decided the draws; the same seed draws the same tokens again.
+        trace_id: of the trace that the request belongs to, hex; "" for none.
     """
 
     reason: str
@@ -48,6 +49,7 @@ class Finished:
     usage: Usage
     request_id: str
     seed: int
+    trace_id: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +79,7 @@ class Completion:
         usage: what it cost.
         seed: what decided the draws.
         request_id: the request's name.
+        trace_id: of the trace that the request belongs to, hex; "" for none.
     """
 
     text: str
@@ -86,6 +89,7 @@ class Completion:
     usage: Usage
     seed: int
     request_id: str
+    trace_id: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

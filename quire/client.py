@@ -23,6 +23,7 @@ from quire.endpoints import Endpoints, may_go_elsewhere, split_target
 from quire.errors import DeadlineExceeded, InvalidRequest, QuireError, ServerFault, Unavailable
 from quire.params import SamplingParams, Scheduling
 from quire.request_options import CallOptions, RequestOptions
+from quire.request_span import RequestSpan, make_tracer
 from quire.statuses import error_of
 from quire.v1 import text_pb2
 
@@ -48,6 +49,9 @@ class AsyncClient:
     away in the middle of an answer. A name with several addresses counts as one server here, and
     gRPC spreads the calls over its addresses.
 
+    Where the application has an OpenTelemetry tracer provider, each answer is a span of it, below
+    the current one, and its trace goes on in the servers.
+
     All methods raise the errors of `quire.errors`. Leaving the `async with` cuts what still runs.
 
     Args:
@@ -69,6 +73,7 @@ class AsyncClient:
             raise InvalidRequest("resume_tries", f"must be a number >= 0, got {resume_tries!r}")
         self._resume_tries = resume_tries
         self._open_endpoints: Endpoints | None = None
+        self._tracer = make_tracer()
 
     async def __aenter__(self) -> Self:
         if self._open_endpoints is not None:
@@ -104,7 +109,8 @@ class AsyncClient:
             request_id: unique among live requests, at most 128 bytes; absent: minted.
             deadline_s: when to give up, seconds from now, resumed attempts included; absent or
                 infinite: never.
-            traceparent: W3C trace context, passed on as metadata; at most 512 characters, ASCII.
+            traceparent: W3C trace context to belong to, instead of the application's current span;
+                at most 512 characters, ASCII.
             scheduling: how urgent it is, whom it is for; absent: as all others. Its `deadline_s`
                 counts too, the earlier of both.
 
@@ -119,7 +125,7 @@ class AsyncClient:
             seed=ask.seed,
             scheduling=ask.scheduling,
         )
-        return self._answer("Generate", request, ask)
+        return self._answer("Generate", request, ask, params or _DEFAULTS)
 
     def chat(
         self,
@@ -152,7 +158,7 @@ class AsyncClient:
             seed=ask.seed,
             scheduling=ask.scheduling,
         )
-        return self._answer("Chat", request, ask)
+        return self._answer("Chat", request, ask, params or _DEFAULTS)
 
     async def complete(
         self,
@@ -283,17 +289,26 @@ class AsyncClient:
         raise all_of(failures)
 
     async def _answer(
-        self, rpc: str, first: Any, ask: RequestOptions
+        self, rpc: str, first: Any, ask: RequestOptions, params: SamplingParams
     ) -> AsyncGenerator[Delta, None]:
         """Yields the answer to `first`, through as many calls as it takes."""
         endpoints = self._endpoints
-        async with contextlib.aclosing(self._attempts(endpoints, rpc, first, ask)) as deltas:
-            with endpoints.in_use():
-                async for delta in deltas:
-                    yield delta
+        span = RequestSpan(self._tracer, rpc, ask, params)
+        try:
+            attempts = self._attempts(endpoints, rpc, first, ask, span)
+            async with contextlib.aclosing(attempts) as deltas:
+                with endpoints.in_use():
+                    async for delta in deltas:
+                        span.took(delta)
+                        yield delta
+        except Exception as error:
+            span.failed(error)
+            raise
+        finally:
+            span.end()
 
     async def _attempts(
-        self, endpoints: Endpoints, rpc: str, first: Any, ask: RequestOptions
+        self, endpoints: Endpoints, rpc: str, first: Any, ask: RequestOptions, span: RequestSpan
     ) -> AsyncGenerator[Delta, None]:
         clock = asyncio.get_running_loop().time
         ends_at = None if ask.deadline_s is None else clock() + ask.deadline_s
@@ -306,10 +321,16 @@ class AsyncClient:
             left_s = _left(ends_at, clock())
             request = codec.attempt_of(first, attempt, received, left_s)
             method = getattr(endpoint.text, rpc)
-            call = method(request, timeout=left_s, metadata=ask.metadata())
+            span.attempt(endpoint.target, attempt, before, course.last if attempt else None)
+            call = method(request, timeout=left_s, metadata=span.metadata)
             try:
                 async for response in call:
-                    delta = codec.delta(response, request_id=ask.request_id, seed=ask.seed)
+                    delta = codec.delta(
+                        response,
+                        request_id=ask.request_id,
+                        seed=ask.seed,
+                        trace_id=span.trace_id,
+                    )
                     received.extend(delta.token_ids)
                     finished = finished or delta.finished is not None
                     yield delta
@@ -362,6 +383,7 @@ async def collect(answer: AsyncGenerator[Delta, None]) -> Completion:
         usage=end.usage,
         seed=end.seed,
         request_id=end.request_id,
+        trace_id=end.trace_id,
     )
 
 

@@ -110,9 +110,13 @@ def attempt_of(
 
 
 def delta(
-    response: text_pb2.GenerateResponse | text_pb2.ChatResponse, *, request_id: str, seed: int
+    response: text_pb2.GenerateResponse | text_pb2.ChatResponse,
+    *,
+    request_id: str,
+    seed: int,
+    trace_id: str = "",
 ) -> Delta:
-    """One message of an answer; `request_id` and `seed` are those of the request."""
+    """One message of an answer; `request_id`, `seed` and `trace_id` are those of the request."""
     finished = None
     if response.HasField("finished"):
         end = response.finished
@@ -127,6 +131,7 @@ def delta(
             ),
             request_id=request_id,
             seed=seed,
+            trace_id=trace_id,
         )
     return Delta(text=response.text, token_ids=tuple(response.token_ids), finished=finished)
 

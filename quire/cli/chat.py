@@ -9,6 +9,7 @@ from quire.answers import ChatMessage
 from quire.cli.command import CommandError, UsageError
 from quire.cli.sampling import add_request_flags, as_json, request_of
 from quire.cli.terminal import read_stdin, stream_answer, tell_if_it_waits
+from quire.cli.tracing import traced
 from quire.client import AsyncClient
 from quire.errors import QuireError
 from quire.params import SamplingParams
@@ -40,11 +41,13 @@ class Chat:
             question = typed if args.prompt and typed != "-" else read_stdin()
             if not question.strip():
                 raise UsageError("quire chat: the question is empty (see quire chat --help)")
-            asyncio.run(_answer_once(args, params, options, [*system, _asked(question)]))
+            with traced(args):
+                asyncio.run(_answer_once(args, params, options, [*system, _asked(question)]))
             return 0
         if args.json:
             raise UsageError("quire chat: --json needs a question (see quire chat --help)")
-        _converse(args, params, options, system)
+        with traced(args):
+            _converse(args, params, options, system)
         return 0
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from quire.cli.command import UsageError
 from quire.cli.sampling import add_request_flags, as_json, request_of
 from quire.cli.terminal import read_stdin, stream_answer, tell_if_it_waits
+from quire.cli.tracing import traced
 from quire.client import AsyncClient
 
 
@@ -30,7 +31,8 @@ class Generate:
 
     def run(self, args: argparse.Namespace) -> int:
         """Prints the completion."""
-        asyncio.run(_generate(args))
+        with traced(args):
+            asyncio.run(_generate(args))
         return 0
 
 

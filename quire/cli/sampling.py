@@ -9,6 +9,7 @@ from dataclasses import asdict
 
 from quire.answers import Completion
 from quire.cli.command import add_later_flags
+from quire.cli.tracing import add_tracing_flag
 from quire.client import DEFAULT_TARGET
 from quire.errors import InvalidRequest
 from quire.params import LATER, SamplingParams, Scheduling
@@ -16,7 +17,9 @@ from quire.request_options import CallOptions
 
 
 def add_request_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of `SamplingParams` and `Scheduling`, `--target`, `--deadline`, `--json`."""
+    """Adds the flags of `SamplingParams` and `Scheduling`, `--target`, `--deadline`, `--json`, and
+    `--otlp-traces-endpoint`.
+    """
     parser.add_argument(
         "--max-tokens",
         type=int,
@@ -67,6 +70,7 @@ def add_request_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", action="store_true", help="prints one JSON object instead of the text"
     )
+    add_tracing_flag(parser)
     add_later_flags(parser, {f"--{name.replace('_', '-')}": what for name, what in LATER.items()})
 
 

@@ -15,6 +15,7 @@ import pytest
 from quire.cli.main import guarded
 from quire.errors import AnswerCut
 from quire.v1 import generation_pb2
+from tests.fakes.otlp_receiver import dead_url, receiving
 from tests.fakes.text_service import FakeTextService, failure, serving, words
 from tests.quire.cli.running_quire import environment, full_disk, quire, started
 
@@ -108,6 +109,7 @@ async def test_one_json_object() -> None:
         "stop": 2,
         "usage": {"prompt_tokens": 3, "completion_tokens": 5, "cached_tokens": 1},
         "seed": 7,
+        "trace_id": "",
     }
 
 
@@ -310,3 +312,66 @@ async def test_a_name_that_does_not_resolve_is_told_plainly() -> None:
     result = await quire("generate", "--prompt", "Hi", "--target", "nonsense.invalid:1")
     assert result.code == 1
     assert "])" not in result.err
+
+
+async def test_the_trace_goes_to_the_receiver_and_its_id_into_the_json() -> None:
+    service = FakeTextService()
+    async with serving(service) as target, receiving() as receiver:
+        result = await quire(
+            *("generate", "--prompt", "Hi", "--json", "--target", target),
+            *("--otlp-traces-endpoint", receiver.url),
+        )
+        assert (result.code, result.err) == (0, "")
+        environment = {"OTEL_EXPORTER_OTLP_ENDPOINT": receiver.url, "OTEL_SERVICE_NAME": "mine"}
+        again = await quire("chat", "Hi", "--target", target, **environment)
+        assert (again.code, again.out) == (0, f"{ANSWER}\n")
+    first, second = receiver.spans
+    assert json.loads(result.out)["trace_id"] == first.trace_id
+    assert service.metadata[0]["traceparent"].split("-")[1:3] == [first.trace_id, first.span_id]
+    assert (first.line, second.line) == ("quire-cli CLIENT text_completion", "mine CLIENT chat")
+
+
+async def test_a_receiver_that_is_away_is_one_line_and_no_failure() -> None:
+    async with serving(FakeTextService()) as target:
+        with dead_url() as url:
+            result = await quire(
+                "generate", "--prompt", "Hi", "--target", target, "--otlp-traces-endpoint", url
+            )
+    assert (result.code, result.out) == (0, f"{ANSWER}\n")
+    assert result.err == f"quire: the trace could not be sent to {url}\n"
+
+
+async def test_a_url_that_is_none_is_refused() -> None:
+    result = await quire("generate", "--prompt", "Hi", "--otlp-traces-endpoint", "host:4317")
+    assert (result.code, result.out) == (2, "")
+    assert result.err == (
+        "quire: --otlp-traces-endpoint must begin with http:// or https://, got 'host:4317'\n"
+    )
+
+
+WITHOUT_SDK = """
+import sys
+sys.modules["opentelemetry.sdk"] = None
+from quire.cli.main import main
+sys.exit(main())
+"""
+
+
+async def test_without_the_sdk_the_flag_names_the_extra_and_the_variable_is_told() -> None:
+    needs = "needs the extra [tracing]; install it with: pip install 'quire-llm[tracing]'"
+    async with serving(FakeTextService()) as target:
+        for flag, variables, code, said in (
+            (("--otlp-traces-endpoint=http://a:1",), {}, 1, f"--otlp-traces-endpoint {needs}"),
+            (
+                (),
+                {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://a:1"},
+                0,
+                f"nothing is traced: OTEL_EXPORTER_OTLP_ENDPOINT {needs}",
+            ),
+        ):
+            arguments = ("generate", "--prompt", "Hi", "--target", target, *flag)
+            command = (sys.executable, "-c", WITHOUT_SDK, *arguments)
+            async with started(*command, env=environment(**variables)) as process:
+                out, err = await process.communicate()
+            assert (process.returncode, err.decode()) == (code, f"quire: {said}\n")
+            assert out.decode() == ("" if code else f"{ANSWER}\n")

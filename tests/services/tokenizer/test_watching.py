@@ -293,10 +293,11 @@ async def test_a_draining_tokenizer_s_refusal_has_its_span(watched: Any) -> None
 
 async def test_one_out_of_time_is_an_error(watched: Any) -> None:
     async with watched() as w:
-        request = generate(scheduling=generation_pb2.SchedulingOptions(deadline_ms=150))
+        request = generate(scheduling=generation_pb2.SchedulingOptions(deadline_ms=500))
         call = w.running.stub.Generate(request)
         got = await w.running.scheduler.next_submission()
         got.emit(*ids("alpha"))
+        assert (await call.read()).text == "alpha"
         await status_of(call)
         span = await w.request_span()
         assert span.attributes["error.type"] == "DEADLINE_EXCEEDED"
