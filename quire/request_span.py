@@ -79,8 +79,8 @@ class RequestSpan:
             self._say(place)
             return
         name = "resumed" if tokens else "retried"
-        reason = {"quire.reason": type(failure).__name__, "quire.tokens": tokens}
-        self._span.add_event(name, {**place, **reason, "quire.attempt": number})
+        said = {**place, "quire.attempt": number, "quire.tokens": tokens}
+        self._span.add_event(name, {**said, "quire.reason": type(failure).__name__})
 
     def took(self, delta: Delta) -> None:
         """Something came."""
@@ -136,7 +136,7 @@ def _asked(operation: str, ask: RequestOptions, params: SamplingParams) -> dict[
     }
 
 
-def _place(target: str) -> dict[str, Any]:
+def _place(target: str) -> dict[str, str | int]:
     """An address in the names of the conventions."""
     host, colon, port = target.rpartition(":")
     if not colon or not port.isdecimal():
