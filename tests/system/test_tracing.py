@@ -72,8 +72,8 @@ async def quire_generate(url: str, target: str) -> dict[str, object]:
 
 
 def skeleton(receiver: OtlpReceiver, trace_id: str) -> list[str]:
-    """A trace but for what lies within the scheduler's request and the worker."""
-    below = ("queue", "prefill", "decode")
+    """A trace but for what lies within the scheduler's request."""
+    below = ("queue", "prefill", "decode", "worker_request")
     lines = receiver.tree(trace_id).splitlines()
     return [line for line in lines if line.split()[-1] not in below]
 
@@ -148,7 +148,9 @@ async def test_each_request_is_one_trace_across_the_processes(successor_model: P
         instances = {span.resource["service.instance.id"] for span in requests}
         assert len(instances) == 2
         services_seen = {span.service for span in receiver.spans}
-        assert {"quire-cli", "quire-tokenizer", "quire-scheduler"} <= services_seen
+        assert services_seen == {
+            f"quire-{one}" for one in ("cli", "tokenizer", "scheduler", "worker")
+        }
         orphans = [span.line for span in receiver.spans if is_orphan(receiver, span)]
         assert orphans == []
 
