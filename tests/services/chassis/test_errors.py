@@ -113,7 +113,10 @@ def test_an_error_without_a_reason_has_no_details() -> None:
 
 def test_a_foreign_status_is_passed_on_unchanged() -> None:
     foreign = errors.to_status(errors.Overloaded("full", retry_after_s=3, reason="QUEUE"))
-    assert errors.status_of(errors.RemoteError(foreign)) == foreign
+    error = errors.RemoteError(foreign)
+    assert errors.status_of(error) == foreign
+    assert error.reason == "QUEUE"
+    assert errors.RemoteError(errors.to_status(errors.NotFound("no"))).reason == ""
 
 
 @pytest.mark.parametrize("letter", ["x", "é", "字", "😀", "\ud800"])

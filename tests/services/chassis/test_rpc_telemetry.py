@@ -149,6 +149,16 @@ async def test_an_error_is_one(stand: Stand, kind: str, how: bytes, status: str)
     assert stand.service.ended == [status]
 
 
+async def test_the_log_of_a_crash_names_its_trace(
+    stand: Stand, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(grpc.aio.AioRpcError):
+        await call(stand, "Unary", b"crash")
+    span = await stand.span()
+    (record,) = caplog.records
+    assert record.fields == {"trace_id": f"{span.context.trace_id:032x}"}
+
+
 @KINDS
 async def test_a_good_call_is_none(stand: Stand, kind: str) -> None:
     await read(kind, call(stand, kind, b"good"))

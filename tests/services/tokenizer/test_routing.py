@@ -50,6 +50,16 @@ async def report(
     fake.session.send(load=message)
 
 
+class Submissions:
+    """Notes what a stream tells of its submissions."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, int, int, str]] = []
+
+    def submitted(self, scheduler: str, attempt: int, tokens: int, why: str) -> None:
+        self.seen.append((scheduler, attempt, tokens, why))
+
+
 @dataclass
 class Several:
     """Fake schedulers, and one router with links to all."""
@@ -273,11 +283,14 @@ async def test_a_refused_request_is_offered_once_more(sockets: Path) -> None:
     async with several(sockets, limits(), limits(), limits()) as three:
         mine = Scheduling(session_id="s")
         stream = three.router.open(work(scheduling=mine))
+        observer = stream.observer = Submissions()
         first = await three.next_submission()
         first.submission.fail(grpc.StatusCode.RESOURCE_EXHAUSTED, "full")
         second = await three.next_submission()
         assert [three.fakes.index(one.fake) for one in (first, second)] == [0, 1]
         assert second.submission.request.attempt == 0, "its bounds are checked there too"
+        addresses = [fake.address for fake in three.fakes[:2]]
+        assert observer.seen == [(addresses[0], 0, 0, "new"), (addresses[1], 0, 0, "refused")]
         second.submission.end(7)
         delta = await stream.next()
         assert list(delta.ids) == [7]
