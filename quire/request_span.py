@@ -18,7 +18,6 @@ from quire.answers import Delta
 from quire.errors import QuireError, ServerError
 from quire.params import SamplingParams
 from quire.request_options import RequestOptions
-from quire.version import VERSION
 
 _OPERATIONS: Mapping[str, str] = MappingProxyType({"Generate": "text_completion", "Chat": "chat"})
 _PROPAGATOR = TraceContextTextMapPropagator()
@@ -28,7 +27,7 @@ _MAX_INT = 2**63 - 1
 
 def make_tracer() -> Tracer:
     """The tracer of the provider that the application sets, now or later."""
-    return trace.get_tracer("quire", VERSION)
+    return trace.get_tracer("quire")
 
 
 class RequestSpan:
