@@ -328,6 +328,17 @@ async def test_early_closes_end_their_spans_and_log_no_error(
         assert points["CANCELLED", "text_completion", "tiny"][0] == 10
 
 
+async def test_a_slow_receiver_holds_up_no_request(watched: Any) -> None:
+    async with watched() as w:
+        w.receiver.hold.clear()
+        for _ in range(20):
+            assert await answered(w.running, generate("Hi"))
+        assert w.receiver.spans == []
+        w.receiver.hold.set()
+        receiver = await w.told()
+        assert len(receiver.named("text_completion tiny")) == 20
+
+
 async def test_a_resubmission_is_an_event(watched: Any) -> None:
     async with watched() as w:
         call = w.running.stub.Generate(generate())
