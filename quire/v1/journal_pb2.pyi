@@ -52,13 +52,14 @@ class JournalHeader(_message.Message):
     def __init__(self, magic: _Optional[str] = ..., version: _Optional[int] = ..., quire_version: _Optional[str] = ..., mode: _Optional[_Union[JournalMode, str]] = ..., config_json: _Optional[str] = ..., prefix_hash: _Optional[str] = ..., hash_key: _Optional[bytes] = ..., digest_bytes: _Optional[int] = ..., started_unix_us: _Optional[int] = ..., started: _Optional[int] = ..., checksum: _Optional[int] = ...) -> None: ...
 
 class JournalEntry(_message.Message):
-    __slots__ = ("now", "decision", "summary", "ended", "error", "block_hashes", "add", "abort", "finish", "attach", "lost", "configure_json", "pin", "unpin", "expire", "plan", "apply", "close", "checksum")
+    __slots__ = ("now", "decision", "summary", "ended", "error", "block_hashes", "flush", "add", "abort", "finish", "attach", "lost", "configure_json", "pin", "unpin", "expire", "plan", "apply", "close", "checksum")
     NOW_FIELD_NUMBER: _ClassVar[int]
     DECISION_FIELD_NUMBER: _ClassVar[int]
     SUMMARY_FIELD_NUMBER: _ClassVar[int]
     ENDED_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
+    FLUSH_FIELD_NUMBER: _ClassVar[int]
     ADD_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
     FINISH_FIELD_NUMBER: _ClassVar[int]
@@ -78,6 +79,7 @@ class JournalEntry(_message.Message):
     ended: _containers.RepeatedCompositeFieldContainer[JournalEnd]
     error: str
     block_hashes: bytes
+    flush: JournalFlush
     add: JournalAdd
     abort: int
     finish: JournalFinish
@@ -91,7 +93,7 @@ class JournalEntry(_message.Message):
     apply: JournalApply
     close: JournalClose
     checksum: int
-    def __init__(self, now: _Optional[int] = ..., decision: _Optional[int] = ..., summary: _Optional[_Iterable[int]] = ..., ended: _Optional[_Iterable[_Union[JournalEnd, _Mapping]]] = ..., error: _Optional[str] = ..., block_hashes: _Optional[bytes] = ..., add: _Optional[_Union[JournalAdd, _Mapping]] = ..., abort: _Optional[int] = ..., finish: _Optional[_Union[JournalFinish, _Mapping]] = ..., attach: _Optional[_Union[JournalAttach, _Mapping]] = ..., lost: _Optional[str] = ..., configure_json: _Optional[str] = ..., pin: _Optional[_Union[JournalPin, _Mapping]] = ..., unpin: _Optional[str] = ..., expire: _Optional[_Union[JournalExpire, _Mapping]] = ..., plan: _Optional[str] = ..., apply: _Optional[_Union[JournalApply, _Mapping]] = ..., close: _Optional[_Union[JournalClose, _Mapping]] = ..., checksum: _Optional[int] = ...) -> None: ...
+    def __init__(self, now: _Optional[int] = ..., decision: _Optional[int] = ..., summary: _Optional[_Iterable[int]] = ..., ended: _Optional[_Iterable[_Union[JournalEnd, _Mapping]]] = ..., error: _Optional[str] = ..., block_hashes: _Optional[bytes] = ..., flush: _Optional[_Union[JournalFlush, _Mapping]] = ..., add: _Optional[_Union[JournalAdd, _Mapping]] = ..., abort: _Optional[int] = ..., finish: _Optional[_Union[JournalFinish, _Mapping]] = ..., attach: _Optional[_Union[JournalAttach, _Mapping]] = ..., lost: _Optional[str] = ..., configure_json: _Optional[str] = ..., pin: _Optional[_Union[JournalPin, _Mapping]] = ..., unpin: _Optional[str] = ..., expire: _Optional[_Union[JournalExpire, _Mapping]] = ..., plan: _Optional[str] = ..., apply: _Optional[_Union[JournalApply, _Mapping]] = ..., close: _Optional[_Union[JournalClose, _Mapping]] = ..., checksum: _Optional[int] = ...) -> None: ...
 
 class JournalTokens(_message.Message):
     __slots__ = ("packed", "size", "places", "ids", "neutral")
@@ -182,6 +184,10 @@ class JournalPin(_message.Message):
     def __init__(self, name: _Optional[str] = ..., hashes: _Optional[bytes] = ..., expires: _Optional[int] = ...) -> None: ...
 
 class JournalExpire(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class JournalFlush(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 

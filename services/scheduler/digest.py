@@ -172,14 +172,14 @@ def _empty(count: int) -> Bloom:
 
 
 def _mark(loads: Loads) -> object:
-    """Equal as long as no worker came, went, was sent a step or answered one.
+    """Equal as long as no worker came, went, was sent a step or answered one, and no block went.
 
     Nothing else changes what is cached.
     """
     workers = tuple(
         (load.worker_id, load.epoch, load.steps, load.steps_in_flight) for load in loads.workers
     )
-    return loads.counters.steps, workers
+    return loads.counters.steps, loads.counters.evicted_blocks, workers
 
 
 def _clock() -> float:

@@ -340,6 +340,10 @@ class EngineLoop:
         """Lets a prefix go; False: there is no pin of that name."""
         return await self._asked(lambda now: (self._core.unpin(name, now), NO_TOKENS))
 
+    async def flush(self) -> int:
+        """Gives up all cached blocks that hold neither a request nor a pin; how many there were."""
+        return await self._asked(lambda now: (self._core.flush(now), NO_TOKENS))
+
     async def _asked(self, act: Callable[[int], tuple[_T, Events]]) -> _T:
         """Posts an input that somebody waits for; gives its value, or raises its error."""
         done: asyncio.Future[_T] = asyncio.get_running_loop().create_future()

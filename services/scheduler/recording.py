@@ -189,6 +189,10 @@ class RecordingScheduler:
 
         return bool(self._value(now, lambda: int(self._core.unpin(name, now)), fill))
 
+    def flush(self, now: int) -> int:
+        """See Scheduler.flush."""
+        return self._value(now, lambda: self._core.flush(now), _fill_flush)
+
     def expire(self, now: int) -> Events:
         """See Scheduler.expire."""
         events = self._core.expire(now)
@@ -375,6 +379,10 @@ class RecordingScheduler:
             return made
 
         return Hashing(name=hashing.name, root=root, block=block)
+
+
+def _fill_flush(entry: codec.Entry) -> None:
+    entry.flush.SetInParent()
 
 
 def _fill_expire(entry: codec.Entry) -> None:

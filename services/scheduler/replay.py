@@ -156,6 +156,10 @@ class Replay:
         was = self.core.unpin(entry.unpin, played.now)
         return replace(played, decided=digest.of_value(int(was)).decision())
 
+    def _flush(self, played: Played, entry: codec.Entry) -> Played:
+        del entry
+        return replace(played, decided=digest.of_value(self.core.flush(played.now)).decision())
+
     def _expire(self, played: Played, entry: codec.Entry) -> Played:
         del entry
         return self._with(played, self.core.expire(played.now))

@@ -103,6 +103,7 @@ class RecordedRun:
             (1, self.lose),
             (1, self.configure),
             (1, self.pin),
+            (1, self.flush),
             (30, self.plan),
             (30, self.answer),
             (1, self.lie),
@@ -196,6 +197,10 @@ class RecordedRun:
                 self.core.pin(Pin(name="p", hashes=bytes(32), expires=self.now + 9_000), self.now)
             except Refused:
                 self._count("refused pin")
+
+    def flush(self) -> None:
+        if self.core.flush(self.now):
+            self._count("flushed")
 
     def plan(self) -> None:
         for worker_id, worker in self.workers.items():

@@ -218,6 +218,14 @@ class BlockPool:
             idle = idle[~self._pinned.keep(idle)]
         self._evictable.push(idle)
 
+    def flush(self) -> int:
+        """Gives up every block that holds a cached prefix, no request and no pin; how many."""
+        count = len(self._evictable)
+        blocks = self._evict(count)
+        self._blank[self._num_blank : self._num_blank + count] = blocks
+        self._num_blank += count
+        return count
+
     # Becoming findable
 
     def register(

@@ -259,6 +259,13 @@ class Scheduler:
         self._now = now
         return self._pins.remove(name)
 
+    def flush(self, now: int) -> int:
+        """Gives up all cached blocks that hold neither a request nor a pin; how many there were."""
+        self._now = now
+        for worker in self._workers.values():
+            worker.pool.now = now
+        return sum(worker.pool.flush() for worker in self._workers.values())
+
     def expire(self, now: int) -> Events:
         """Ends what has run out of time: deadlines, targets that cannot be met any more, the grace
         time for a worker. Lets pins go that have expired. Gives ends that came about in `plan`.

@@ -86,7 +86,7 @@ def test_every_decision_of_a_run_with_faults_is_made_again(
     assert [one for one in played if not one.is_same] == []
     assert run.seen["lied"]
     assert run.seen["stop"]
-    assert {"add", "apply", "plan", "lost", "attach", "pin", "configure_json", "expire"} <= {
+    assert {"add", "apply", "plan", "lost", "attach", "pin", "configure_json", "flush"} <= {
         one.kind for one in played
     }
     if not hash_only:

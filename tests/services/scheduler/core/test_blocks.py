@@ -402,6 +402,13 @@ class PoolMachine(RuleBasedStateMachine):
         self.idle += given
         assert self.pool.yield_pins(count) == len(given)
 
+    @rule()
+    def flush(self) -> None:
+        for block in self.idle:
+            del self.name_of[block]
+        assert self.pool.flush() == len(self.idle)
+        self.idle = []
+
     @invariant()
     def agrees(self) -> None:
         held = [block for request in self.requests for block in request]

@@ -335,6 +335,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         there = self.model.pins.pop(name, None) is not None
         assert self.core.unpin(name, self.now) is there
 
+    @rule()
+    def flush(self) -> None:
+        before = self.core.loads().workers
+        assert self.core.flush(self.now) == sum(load.blocks_evictable for load in before)
+        for was, load in zip(before, self.core.loads().workers, strict=True):
+            assert load.blocks_evictable == 0
+            assert load.blocks_free == was.blocks_free + was.blocks_evictable
+            assert load.blocks_pinned == was.blocks_pinned
+
     @precondition(lambda self: self.workers)
     @rule(data=st.data(), repeat=st.integers(1, 6), pause=st.integers(0, 3))
     def run(self, data: st.DataObject, repeat: int, pause: int) -> None:
