@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 from quire.v1 import admin_pb2_grpc, info_pb2_grpc, token_pb2_grpc, worker_pb2_grpc
 from quire.version import VERSION
@@ -21,6 +22,7 @@ from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.engine_loop import EngineLoop
 from services.scheduler.hashing import hashing_for
 from services.scheduler.metrics import SchedulerMetrics
+from services.scheduler.model_folder import ModelFolder, read_model_folder
 from services.scheduler.prompt_hasher import PromptHasher
 from services.scheduler.recording import Recording
 from services.scheduler.request_log import RequestLog
@@ -29,6 +31,16 @@ from services.scheduler.session_chains import SessionChains
 from services.scheduler.settings import LATER_FLAGS, Settings
 from services.scheduler.traces import Traces
 from services.scheduler.worker_link import WorkerLinkServicer
+
+facade: ModuleType | None
+try:
+    from services.scheduler import facade as openai_door
+except ModuleNotFoundError as missing:
+    if missing.name is None or missing.name.partition(".")[0] != "smg_grpc_proto":
+        raise
+    facade = None  # the extra `openai` is not installed
+else:
+    facade = openai_door
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +57,7 @@ def wire(
     admin: GrpcServer | None = None,
     recording: Recording | None = None,
     telemetry: Telemetry | None = None,
+    folder: ModelFolder | None = None,
 ) -> tuple[EngineLoop, GrpcServer]:
     """The loop and the server in front of it, not yet running.
 
@@ -53,6 +66,7 @@ def wire(
         admin: server of the admin service; None: the same as of the others.
         recording: of the core; None: it is not recorded.
         telemetry: of the process; None: nothing is told.
+        folder: of the model, where `settings.tokenizer` names one.
     """
     if recording is None:
         hashing = hashing_for(settings.prefix_caching_hash_algo, settings.hash_key())
@@ -67,7 +81,8 @@ def wire(
     if admin is None:
         always_ready.append(ADMIN_SERVICE)
     observers = () if telemetry is None else telemetry.observers()
-    server = GrpcServer([TOKEN_SERVICE], always_ready, observers)
+    served = [TOKEN_SERVICE] if facade is None else [TOKEN_SERVICE, facade.SERVICE]
+    server = GrpcServer(served, always_ready, observers)
     token_pb2_grpc.add_TokenServiceServicer_to_server(TokenServicer(loop, hasher), server.grpc)
     info_pb2_grpc.add_InfoServiceServicer_to_server(InfoServicer(loop), server.grpc)
     worker_pb2_grpc.add_WorkerLinkServiceServicer_to_server(
@@ -76,6 +91,8 @@ def wire(
     admin_pb2_grpc.add_AdminServiceServicer_to_server(
         AdminServicer(loop, hasher, AuditLog()), (admin or server).grpc
     )
+    if facade is not None:
+        facade.add_facade(server, loop, hasher, folder)
     return loop, server
 
 
@@ -133,9 +150,14 @@ async def serve_with(
     stopping: asyncio.Event,
 ) -> None:
     """See `serve`; recording and telemetry are closed by the caller."""
+    folder = None
+    if settings.tokenizer is not None:
+        folder = await asyncio.to_thread(read_model_folder, settings.tokenizer)
+    if facade is None:
+        log.info("vllm.grpc.engine.VllmEngine is not served: quire-llm[openai] is not installed")
     admin = GrpcServer([], [ADMIN_SERVICE, INFO_SERVICE]) if settings.admin_listen else None
     info = GrpcServer([], [INFO_SERVICE]) if settings.info_listen else None
-    loop, server = wire(settings, admin, recording, telemetry)
+    loop, server = wire(settings, admin, recording, telemetry, folder)
     telemetry.serve()
     doors = [_Door("listening", server, settings.listen)]
     if admin is not None:

@@ -19,6 +19,7 @@ from services.chassis.errors import AlreadyExists, FailedPrecondition, Unavailab
 from services.chassis.logs import told
 from services.scheduler import codec
 from services.scheduler.core.admission import token_limit
+from services.scheduler.core.cache_log import CacheLog
 from services.scheduler.core.config import Config
 from services.scheduler.core.plan import (
     NO_TOKENS,
@@ -142,6 +143,8 @@ class EngineLoop:
         """Set while no request is live."""
         self.workers_changed = asyncio.Event()
         """Set whenever a worker came or went; whoever watches clears it."""
+        self.after_turn: Callable[[], None] | None = None
+        """Called once all inputs of a turn are taken and its steps are planned; None: nobody is."""
         self.last_hashing: tuple[int, bytes] | None = None
         """What `hashing` gave last, also after the workers left."""
 
@@ -157,6 +160,8 @@ class EngineLoop:
             # has used up its steps in flight.
             while any([self._execute(link) for link in list(self._links.values())]):
                 pass
+            if self.after_turn is not None:
+                self.after_turn()
             if self._core.is_idle:
                 self.idle.set()
             else:
@@ -250,6 +255,17 @@ class EngineLoop:
             },
             latencies=self._latencies,
         )
+
+    def watch_cache(self, log: CacheLog | None) -> None:
+        """See Scheduler.watch_cache; the log is best read in `after_turn`."""
+        self._core.watch_cache(log)
+
+    @property
+    def max_running(self) -> int:
+        """Most requests that the attached workers run at a time."""
+        seats = (link.spec.max_num_seqs for link in self._links.values())
+        most = self._core.config.max_num_seqs
+        return sum(n if most is None else min(n, most) for n in seats)
 
     def deadline(self, remaining_us: int | None) -> int | None:
         """An instant on the clock of the core, from what is left until then; microseconds."""

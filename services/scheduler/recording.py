@@ -12,6 +12,7 @@ from pathlib import Path
 
 from services.scheduler import journal_codec as codec
 from services.scheduler import journal_digest as digest
+from services.scheduler.core.cache_log import CacheLog
 from services.scheduler.core.chain import Hashing
 from services.scheduler.core.config import Config
 from services.scheduler.core.plan import (
@@ -271,6 +272,10 @@ class RecordingScheduler:
     def cached_hashes(self) -> bytes:
         """See Scheduler.cached_hashes."""
         return self._core.cached_hashes()
+
+    def watch_cache(self, log: CacheLog | None) -> None:
+        """See Scheduler.watch_cache."""
+        self._core.watch_cache(log)
 
     def check_invariants(self) -> None:
         """See Scheduler.check_invariants."""

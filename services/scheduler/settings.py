@@ -74,6 +74,10 @@ class Settings(TelemetrySettings):
     info_listen: tuple[str, ...] = setting(
         help="more addresses for the info service, alone: facts to read, for quire top", default=()
     )
+    tokenizer: str | None = setting(
+        help="model whose tokenizer OpenAI gateways are given: an alias, a folder or a hub id",
+        default=None,
+    )
     max_num_seqs: int | None = _count(
         help="most requests in one step; may only lower what the worker announces"
     )

@@ -26,9 +26,9 @@ from services.chassis.server import GrpcServer
 from services.chassis.telemetry import Telemetry
 from services.tokenizer.encoding import load_encoding
 from services.tokenizer.encoding_pool import EncodingPool
-from services.tokenizer.generation_config import load_sampling_defaults
 from services.tokenizer.metrics import State, TokenizerMetrics
 from services.tokenizer.routing import Router
+from services.tokenizer.sampling_defaults import load_sampling_defaults
 from services.tokenizer.servicer import TextServicer
 from services.tokenizer.session_call import LinkOptions
 from services.tokenizer.settings import TokenizerSettings, read_settings

@@ -30,7 +30,7 @@ from services.scheduler.settings import Settings
 from services.tokenizer.domain import ChatMessage
 from services.tokenizer.encoding import Encoding, load_encoding
 from services.tokenizer.encoding_pool import EncodingPool
-from services.tokenizer.generation_config import load_sampling_defaults
+from services.tokenizer.sampling_defaults import load_sampling_defaults
 from services.tokenizer.servicer import TextServicer
 from services.tokenizer.session import SchedulerLink as TokenizerLink
 from services.tokenizer.session_call import LinkOptions as SessionOptions

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from services.scheduler.core.cache_log import CacheLog, Removed
 from services.scheduler.core.chain import DIGEST_BYTES, Chain
 from services.scheduler.core.config import Eviction
 from services.scheduler.core.eviction import (
@@ -62,6 +63,8 @@ class BlockPool:
         """Sum over evicted blocks, from when they became findable."""
         self.evicted_idle_us = 0
         """Sum over evicted blocks, from their last release."""
+        self.log: CacheLog | None = None
+        """Told of what is given up; None: nobody wants to know."""
         self._references: IntArray = np.zeros(num_blocks, np.int64)
         self._index = PrefixIndex(num_blocks)
         self._reuse: ReuseCounts = np.zeros(num_blocks, np.uint8)
@@ -373,6 +376,8 @@ class BlockPool:
 
     def _evict(self, count: int) -> IntArray:
         blocks = self._evictable.pop(count)
+        if self.log is not None and count:
+            self.log.notes.append(Removed(digests=self._index.digests(blocks)))
         self._index.delete(blocks)
         self.evicted_blocks += count
         self.evicted_lifetime_us += count * self.now - int(np.add.reduce(self._cached_at[blocks]))

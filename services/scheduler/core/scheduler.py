@@ -12,6 +12,7 @@ from dataclasses import replace
 from services.scheduler.core import admission, views
 from services.scheduler.core.admission import Backlog
 from services.scheduler.core.applying import Application, close_step, end_if_complete
+from services.scheduler.core.cache_log import CacheLog
 from services.scheduler.core.chain import DIGEST_BYTES, Chain, Hashing
 from services.scheduler.core.config import Config
 from services.scheduler.core.entrance import Entrance
@@ -89,6 +90,7 @@ class Scheduler:
 
         In order of that time.
         """
+        self._cache_log: CacheLog | None = None
         self._chain: tuple[int, bytes] | None = None
         """Block size and model digest that the queued requests' hashes were made with."""
 
@@ -186,6 +188,7 @@ class Scheduler:
                 request.chain.clear()
         self._chain = chain
         self._pins.attached(worker)
+        worker.watch(self._cache_log)
         self._refresh_limits()
         ended = self._check_queued()
         self._find_homeless(now)
@@ -216,6 +219,7 @@ class Scheduler:
             if self._blamed is not None:
                 self._end_faulty([(self._blamed, broken)])
             self._blamed = None
+        worker.note_loss()
         self._counters.evicted_blocks += worker.pool.evicted_blocks
         self._counters.evicted_lifetime_us += worker.pool.evicted_lifetime_us
         self._counters.evicted_idle_us += worker.pool.evicted_idle_us
@@ -402,6 +406,12 @@ class Scheduler:
     def cached_hashes(self) -> bytes:
         """The hashes of all cached blocks back to back, by worker."""
         return b"".join(worker.pool.cached_hashes() for _, worker in sorted(self._workers.items()))
+
+    def watch_cache(self, log: CacheLog | None) -> None:
+        """Notes from now on what is cached and what is given up; None ends that."""
+        self._cache_log = log
+        for _, worker in sorted(self._workers.items()):
+            worker.watch(log)
 
     def stall(self, now: int) -> Stall | None:
         """What blocks, where work waits and nothing has moved for the stated time."""

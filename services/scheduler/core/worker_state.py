@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from services.scheduler.core.blocks import BlockPool
+from services.scheduler.core.cache_log import CacheLog, Removed, Stored
 from services.scheduler.core.chain import Hashing
 from services.scheduler.core.config import Config
 from services.scheduler.core.pacing import Pacing
@@ -182,7 +183,43 @@ class WorkerState:
             rows.registered[slots] = ends
             blocks, parents, tokens = self._filled(slots, firsts, ends)
             self.pool.register_all(blocks, b"".join(digests), parents=parents, tokens=tokens)
+            if self.pool.log is not None:
+                for slot, first, end in zip(
+                    slots.tolist(), firsts.tolist(), ends.tolist(), strict=True
+                ):
+                    self._note(self.pool.log, slot, first, end)
         return list(faulty.items())
+
+    def watch(self, log: CacheLog | None) -> None:
+        """Notes there from now on what is cached, and what running requests have cached so far."""
+        self.pool.log = log
+        if log is None:
+            return
+        if len(self.pool.index):
+            log.complete = False
+        for slot in self.rows.order.tolist():
+            if registered := int(self.rows.registered[slot]):
+                self._note(log, slot, 0, registered)
+
+    def note_loss(self) -> None:
+        """Notes that all of it is gone."""
+        if self.pool.log is not None:
+            self.pool.log.notes.append(Removed(digests=self.pool.cached_hashes()))
+
+    def _note(self, log: CacheLog, slot: int, first: int, end: int) -> None:
+        request, size = self.rows.request(slot), self.spec.block_size
+        parent = request.chain[first - 1] if first else b""
+        if not log.complete and parent not in log.described:
+            first, parent = 0, b""
+        log.notes.append(
+            Stored(
+                salt=request.spec.salt,
+                parent=parent,
+                digests=request.chain.between(first, end),
+                # A copy: the row is another request's some time.
+                tokens=self.rows.tokens[slot, first * size : end * size].reshape(-1, size).copy(),
+            )
+        )
 
     def _digests(self, slot: int, first: int, end: int, next_block: bytes) -> bytes:
         """The digests of a row's blocks `first` to `end` - 1, made where they are not known.

@@ -6,7 +6,7 @@ import pytest
 
 from services.chassis.process import StartupError
 from services.tokenizer.domain import SamplingDefaults
-from services.tokenizer.generation_config import load_sampling_defaults
+from services.tokenizer.sampling_defaults import load_sampling_defaults
 
 
 def load(folder: Path, config: dict[str, Any]) -> SamplingDefaults:
