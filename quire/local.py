@@ -9,8 +9,11 @@ import contextlib
 import os
 import tempfile
 import time
+import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from http import HTTPStatus
+from http.client import HTTPException
 from pathlib import Path
 from types import TracebackType
 from typing import IO, NoReturn, Self
@@ -22,6 +25,7 @@ from quire.claims import claimed_folder
 from quire.errors import SetFailed
 from quire.local_plan import (
     CHECKS,
+    GATEWAY,
     PROGRAMS,
     SERVICES,
     LocalConfig,
@@ -41,7 +45,7 @@ __all__ = [
     "WrongSettings",
 ]
 
-_DRAIN_ORDER = ("tokenizer", "scheduler", "worker")
+_DRAIN_ORDER = (GATEWAY, "tokenizer", "scheduler", "worker")
 _LONGEST_PARENT = 107 - len("/quire-xxxxxxxx/worker-63.sock")
 _POLL_S = 0.05
 _FOLLOW_S = 0.1
@@ -74,8 +78,8 @@ class LocalSet:
 
     Entering starts all processes at once and returns when every one is ready. From then on a
     process that ends by itself is started again, see `LocalConfig.restarts`. Leaving ends the
-    processes in the order tokenizers, scheduler, workers; where one was given up, all together and
-    soon, since nothing can be finished any more. `kill` ends them all at once.
+    processes in the order gateway, tokenizers, scheduler, workers; where one was given up, all
+    together and soon, since nothing can be finished any more. `kill` ends them all at once.
 
     Args:
         config: what to start.
@@ -101,7 +105,9 @@ class LocalSet:
         self._on_phase = on_phase
         self._on_restart = on_restart
         self._log_to = log_to
-        self._processes: dict[str, list[LocalProcess]] = {service: [] for service in SERVICES}
+        self._processes: dict[str, list[LocalProcess]] = {
+            service: [] for service in (*SERVICES, GATEWAY)
+        }
         self._returning: dict[str, asyncio.Task[None]] = {}
         self._scope = contextlib.AsyncExitStack()
         self._ending = asyncio.Event()
@@ -113,6 +119,8 @@ class LocalSet:
         """Address of the scheduler, once entered; a unix socket of this set."""
         self.info = ""
         """Where the scheduler tells facts to others, once entered; "" nowhere."""
+        self.openai_url = ""
+        """Base URL for OpenAI clients, once entered; "" without a gateway."""
         self.phases: tuple[Phase, ...] = ()
 
     @property
@@ -130,6 +138,7 @@ class LocalSet:
         try:
             plan = await checked_plan(config, folder)
             self.scheduler, self.info, self.targets = plan.scheduler, plan.info, plan.targets
+            self.openai_url = plan.openai_url
             started = time.monotonic()
             await self._start(plan.members, folder)
             await self._unless_failed(plan.members, started)
@@ -294,6 +303,8 @@ async def _ready(member: Member) -> None:
     """Waits until it can serve."""
     for target, service in member.ready_at:
         await _serving(target, service)
+    if member.ready_url:
+        await _answering(member.ready_url)
 
 
 async def _serving(target: str, service: str) -> None:
@@ -307,6 +318,24 @@ async def _serving(target: str, service: str) -> None:
                 if response.status == health_pb2.HealthCheckResponse.SERVING:
                     return
             await asyncio.sleep(_POLL_S)
+
+
+async def _answering(url: str) -> None:
+    """Waits until whoever listens there answers with 200."""
+    while True:
+        if await asyncio.to_thread(_is_answered, url):
+            return
+        await asyncio.sleep(_POLL_S)
+
+
+def _is_answered(url: str) -> bool:
+    """Whether it is so now; asked without a proxy, whatever is set up."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(url, timeout=5.0) as answer:
+            return bool(answer.status == HTTPStatus.OK)
+    except (OSError, HTTPException):
+        return False
 
 
 def _run_parent() -> Path:

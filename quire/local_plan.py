@@ -19,14 +19,25 @@ from quire.errors import SetFailed
 from quire.local_process import RestartPolicy
 
 SERVICES = ("scheduler", "worker", "tokenizer")
+GATEWAY = "gateway"
+"""The process that OpenAI clients talk to: `smg`, a program of others."""
 
 PROGRAMS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {service: (sys.executable, "-m", f"services.{service}") for service in SERVICES}
+    {
+        **{service: (sys.executable, "-m", f"services.{service}") for service in SERVICES},
+        GATEWAY: (sys.executable, "-m", "smg", "launch"),
+    }
 )
 """How the processes of each service are started, without their flags."""
 
 CHECKS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {service: (sys.executable, "-m", "services.check_settings", service) for service in SERVICES}
+    {
+        **{
+            service: (sys.executable, "-m", "services.check_settings", service)
+            for service in SERVICES
+        },
+        GATEWAY: (sys.executable, "-m", "quire.check_gateway"),
+    }
 )
 """Programs that say in a moment what is wrong with the flags of a service."""
 
@@ -40,6 +51,8 @@ _METRICS_PORT = 9461
 _FAULTS_OF_A_PORT = (errno.EADDRINUSE, errno.EACCES, errno.EPERM)
 _SOME_PORT = 1
 _LOOPBACK = "127.0.0.1"
+_GATEWAY_GRACE_S = 30
+"""How long the gateway lets running requests go on once it is to end; before it is made to."""
 
 
 class WrongSettings(SetFailed):
@@ -65,6 +78,8 @@ class LocalConfig:
         tokenizers: how many, 1 to 64, on consecutive ports.
         host: where the tokenizers listen.
         port: of the first tokenizer; 0 for any free ones.
+        openai_port: where the OpenAI gateway listens, at the same host; 0 for any free one; None
+            for no gateway.
         flags: further flags by service, e.g. `{"worker": ("--dtype", "float32")}`.
         programs: how the processes of each service are started, without their flags.
         checks: programs by service that take its flags and say what is wrong with them.
@@ -83,6 +98,7 @@ class LocalConfig:
     host: str = "127.0.0.1"
     port: int = 50051
     info_port: int | None = None
+    openai_port: int | None = None
     flags: Mapping[str, Sequence[str]] = field(default_factory=dict)
     programs: Mapping[str, Sequence[str]] = field(default_factory=lambda: PROGRAMS)
     checks: Mapping[str, Sequence[str]] = field(default_factory=lambda: CHECKS)
@@ -99,8 +115,19 @@ class Member:
     service: str
     name: str
     flags: tuple[str, ...]
-    ready_at: tuple[tuple[str, str], ...]
+    ready_at: tuple[tuple[str, str], ...] = ()
     """Pairs of address and health name."""
+    ready_url: str = ""
+    """For one that speaks HTTP: what it answers with 200 once it can serve."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayPorts:
+    """Ports of the OpenAI gateway: where it listens, tells its metrics, finds the scheduler."""
+
+    listen: int
+    metrics: int
+    scheduler: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,12 +139,14 @@ class Plan:
         info: where it tells facts about itself beside that; "" nowhere.
         targets: addresses at which the tokenizers are reached.
         members: the processes.
+        openai_url: base URL for OpenAI clients; "" where there is no gateway.
     """
 
     scheduler: str
     info: str
     targets: tuple[str, ...]
     members: tuple[Member, ...]
+    openai_url: str = ""
 
 
 async def checked_plan(config: LocalConfig, folder: Path) -> Plan:
@@ -132,22 +161,34 @@ async def checked_plan(config: LocalConfig, folder: Path) -> Plan:
     """
     scheduler = f"unix://{folder}/scheduler.sock"
     wrong_numbers = _wrong_numbers(config)
+    ports: tuple[int, ...] = ()
+    gateway = None
     try:
-        ports = () if wrong_numbers else free_ports(config.host, config.port, config.tokenizers)
+        if not wrong_numbers:
+            ports = free_ports(config.host, config.port, config.tokenizers)
+            gateway = _gateway_ports(config)
     except SetFailed as error:
         ports, wrong_numbers = (), [error.message]
     # The other flags can be checked all the same, with numbers that nobody complains about.
     checked = replace(config, workers=1) if wrong_numbers else config
     info = "" if config.info_port is None else _info_address(config.info_port, ports)
-    members = members_of(checked, folder, scheduler, ports or (_SOME_PORT,), info)
+    if gateway is None and config.openai_port is not None:
+        gateway = GatewayPorts(listen=_SOME_PORT, metrics=_SOME_PORT, scheduler=_SOME_PORT)
+    members = members_of(checked, folder, scheduler, ports or (_SOME_PORT,), gateway, info)
     if problems := [*wrong_numbers, *await _wrong_flags(config, members)]:
         raise WrongSettings(problems)
     targets = tuple(dialled(config.host, port) for port in ports)
-    return Plan(scheduler, info, targets, tuple(members))
+    url = "" if gateway is None else f"http://{dialled(config.host, gateway.listen)}/v1"
+    return Plan(scheduler, info, targets, tuple(members), url)
 
 
 def members_of(
-    config: LocalConfig, folder: Path, scheduler: str, ports: Sequence[int], info: str = ""
+    config: LocalConfig,
+    folder: Path,
+    scheduler: str,
+    ports: Sequence[int],
+    gateway: GatewayPorts | None,
+    info: str = "",
 ) -> list[Member]:
     """The processes of the set, with all their flags.
 
@@ -156,6 +197,7 @@ def members_of(
         folder: of this run, for sockets.
         scheduler: where it listens.
         ports: of the tokenizers.
+        gateway: ports of the OpenAI gateway; None: there is none.
         info: where the scheduler tells facts beside that; "" nowhere.
     """
     numbers = itertools.count()
@@ -167,12 +209,17 @@ def members_of(
     model = ("--model", str(config.model), "--served-model-name", config.served_model_name)
     run = f"{socket.gethostname()[:64]}-{folder.name}"
     further = {service: tuple(config.flags.get(service, ())) for service in SERVICES}
+    for_gateway: tuple[str, ...] = ()
+    if gateway is not None:
+        tcp = address(_LOOPBACK, gateway.scheduler)
+        for_gateway = ("--listen", tcp, "--tokenizer", str(config.model))
     members = [
         Member(
             service="scheduler",
             name="scheduler",
             flags=(
                 *("--listen", scheduler),
+                *for_gateway,
                 *(("--info-listen", info) if info else ()),
                 *further["scheduler"],
                 metrics("scheduler"),
@@ -208,6 +255,8 @@ def members_of(
                 ready_at=((dialled(config.host, port), _TEXT_SERVICE),),
             )
         )
+    if gateway is not None:
+        members.append(_gateway(config, gateway))
     return members
 
 
@@ -220,6 +269,22 @@ def _metrics_port(flags: Sequence[str], number: int) -> str:
     if not port.isascii() or not port.isdigit() or int(port) == 0:
         return given
     return f"{name}{int(port) + number}"
+
+
+def _gateway(config: LocalConfig, ports: GatewayPorts) -> Member:
+    return Member(
+        service=GATEWAY,
+        name=GATEWAY,
+        flags=(
+            *("--worker-urls", f"grpc://{address(_LOOPBACK, ports.scheduler)}"),
+            *("--policy", "round_robin"),  # there is one
+            *("--host", config.host, "--port", str(ports.listen)),
+            *("--prometheus-host", _LOOPBACK, "--prometheus-port", str(ports.metrics)),
+            *("--worker-startup-check-interval", "1", "--health-check-interval-secs", "2"),
+            *("--shutdown-grace-period-secs", str(_GATEWAY_GRACE_S), "--log-level", "warn"),
+        ),
+        ready_url=f"http://{dialled(config.host, ports.listen)}/readiness",
+    )
 
 
 def _wrong_numbers(config: LocalConfig) -> list[str]:
@@ -238,7 +303,20 @@ def _wrong_numbers(config: LocalConfig) -> list[str]:
             f"--port {config.port} leaves no room for {config.tokenizers} tokenizers on ports "
             f"from there on; the last one is {_LAST_PORT}"
         )
+    if config.openai_port is not None and not 0 <= config.openai_port <= _LAST_PORT:
+        problems.append(f"--openai-port must be from 0 to {_LAST_PORT}, got {config.openai_port}")
     return problems
+
+
+def _gateway_ports(config: LocalConfig) -> GatewayPorts | None:
+    if config.openai_port is None:
+        return None
+    with contextlib.ExitStack() as trials:
+        return GatewayPorts(
+            listen=_try_port(trials, config.host, config.openai_port, flag="--openai-port"),
+            metrics=_try_port(trials, _LOOPBACK, 0),
+            scheduler=_try_port(trials, _LOOPBACK, 0),
+        )
 
 
 async def _wrong_flags(config: LocalConfig, members: Sequence[Member]) -> list[str]:
@@ -292,7 +370,7 @@ def _info_address(port: int, taken: Collection[int]) -> str:
     return address(_LOOPBACK, free)
 
 
-def _try_port(trials: contextlib.ExitStack, host: str, port: int) -> int:
+def _try_port(trials: contextlib.ExitStack, host: str, port: int, *, flag: str = "--port") -> int:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, protocol, _, place = found[0]
@@ -305,7 +383,7 @@ def _try_port(trials: contextlib.ExitStack, host: str, port: int) -> int:
     except OSError as error:
         reason = error.strerror or str(error)
         if not isinstance(error, socket.gaierror) and error.errno in _FAULTS_OF_A_PORT:
-            where, flag = address(host, port), "--port"
+            where = address(host, port)
         else:
             where, flag = host, "--host"
         raise SetFailed(f"cannot listen on {where} ({reason}); choose another {flag}") from error

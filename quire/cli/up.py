@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -11,6 +12,8 @@ from quire.cli.running import with_local_set
 from quire.cli.set_flags import add_set_flags, local_config
 from quire.client import DEFAULT_TARGET
 from quire.local import LocalSet
+
+_OPENAI_PORT = 30000
 
 
 class Up:
@@ -22,6 +25,15 @@ class Up:
     def configure(self, parser: argparse.ArgumentParser) -> None:
         """Adds the command's arguments."""
         add_set_flags(parser, port=50051)
+        parser.add_argument(
+            "--openai", action="store_true", help="serve OpenAI clients too, by the gateway smg"
+        )
+        parser.add_argument(
+            "--openai-port",
+            type=int,
+            metavar="N",
+            help=f"where; 0 is any free one; implies --openai (default: {_OPENAI_PORT})",
+        )
 
     def run(self, args: argparse.Namespace) -> int:
         """Returns 0 after Ctrl-C or SIGTERM, when everything has ended in order."""
@@ -29,6 +41,9 @@ class Up:
         told = info_told(args, os.environ)
         if not told:
             config = replace(config, info_port=int(SCHEDULER_TARGET.rpartition(":")[2]))
+        if args.openai or args.openai_port is not None:
+            port = _OPENAI_PORT if args.openai_port is None else args.openai_port
+            config = replace(config, openai_port=port)
 
         async def serve(running: LocalSet) -> None:
             _say_how_to_talk(config.served_model_name, running, told or running.info)
@@ -54,7 +69,10 @@ def _say_how_to_talk(model: str, running: LocalSet, info: str) -> None:
     print(f'  quire chat{target} --temperature 0 "What is the capital of France?"')
     print("Watch it with:")
     target = "" if info == SCHEDULER_TARGET else f" --target {info}"
-    print(f"  quire top{target}", flush=True)
+    print(f"  quire top{target}")
+    if running.openai_url:
+        print(f"OpenAI clients: base URL {running.openai_url}, model {model}, any API key")
+    sys.stdout.flush()
 
 
 COMMAND = Up()

@@ -12,6 +12,7 @@ import pytest
 from quire.v1 import info_pb2, info_pb2_grpc, token_pb2_grpc
 from services.scheduler.__main__ import wire
 from services.scheduler.engine_loop import EngineLoop
+from services.scheduler.model_folder import read_model_folder
 from services.scheduler.settings import Settings
 
 
@@ -45,7 +46,9 @@ class Running:
 
 @contextlib.asynccontextmanager
 async def running_scheduler(folder: Path, **settings: object) -> AsyncIterator[Running]:
-    loop, server = wire(Settings(**{"check_block_tables": True, **settings}))
+    parsed = Settings(**{"check_block_tables": True, **settings})
+    model = None if parsed.tokenizer is None else read_model_folder(parsed.tokenizer)
+    loop, server = wire(parsed, folder=model)
     (target,) = await server.start([f"unix://{folder}/s.sock"])
     async with asyncio.TaskGroup() as tasks, grpc.aio.insecure_channel(target) as channel:
         tasks.create_task(loop.run())
