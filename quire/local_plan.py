@@ -32,11 +32,8 @@ PROGRAMS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 CHECKS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        **{
-            service: (sys.executable, "-m", "services.check_settings", service)
-            for service in SERVICES
-        },
-        GATEWAY: (sys.executable, "-m", "quire.check_gateway"),
+        service: (sys.executable, "-m", "services.check_settings", service)
+        for service in (*SERVICES, GATEWAY)
     }
 )
 """Programs that say in a moment what is wrong with the flags of a service."""
@@ -187,7 +184,7 @@ def members_of(
     folder: Path,
     scheduler: str,
     ports: Sequence[int],
-    gateway: GatewayPorts | None,
+    gateway: GatewayPorts | None = None,
     info: str = "",
 ) -> list[Member]:
     """The processes of the set, with all their flags.

@@ -4,8 +4,11 @@
 
 For whoever is about to start several services: a wrong flag shows before any of them loads a model.
 Ends with 0, or with 2 and one problem a line on standard error. Imports no service, only settings.
+SERVICE may be `gateway` too, the program `smg` that OpenAI clients talk to: of that is looked
+whether it is installed, with the stubs by which a scheduler serves it.
 """
 
+import importlib.util
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -19,10 +22,22 @@ from services.chassis.settings import SettingsError, parse
 
 Environment = Mapping[str, str]
 
+_GATEWAY_PACKAGES = ("smg", "smg_grpc_proto")
+"""Of the extra `openai`."""
+
 
 def _read_scheduler(argv: Sequence[str], env: Environment) -> scheduler.Settings:
     later = scheduler.LATER_FLAGS
     return parse(scheduler.Settings, prog="quire-scheduler", argv=argv, env=env, later=later)
+
+
+def _look_for_gateway(argv: Sequence[str], env: Environment) -> None:
+    del argv, env  # its flags are for itself to check
+    missing = [name for name in _GATEWAY_PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise SettingsError(
+            f"--openai needs {' and '.join(missing)}; install with: pip install 'quire-llm[openai]'"
+        )
 
 
 _READERS: Mapping[str, Callable[[Sequence[str], Environment], Any]] = MappingProxyType(
@@ -30,6 +45,7 @@ _READERS: Mapping[str, Callable[[Sequence[str], Environment], Any]] = MappingPro
         "scheduler": _read_scheduler,
         "tokenizer": tokenizer.read_settings,
         "worker": worker.read_settings,
+        "gateway": _look_for_gateway,
     }
 )
 

@@ -16,7 +16,7 @@ from quire.local import LocalConfig, LocalSet, RestartPolicy
 FAKE = Path(__file__).with_name("fake_process.py")
 PROGRAMS = {
     service: (sys.executable, str(FAKE), service)
-    for service in ("scheduler", "worker", "tokenizer")
+    for service in ("scheduler", "worker", "tokenizer", "gateway")
 }
 
 AT_ONCE = RestartPolicy(first_delay_s=0.01, longest_delay_s=0.01)

@@ -175,6 +175,59 @@ async def test_logs_are_copied_as_they_come(record: Path) -> None:
     ]
 
 
+async def test_an_openai_gateway_is_one_more_process_of_the_set(record: Path) -> None:
+    logs = record / "logs"
+    config = replace(CONFIG, openai_port=0, host="127.0.0.2", log_dir=logs)
+    said: list[str] = []
+    async with LocalSet(config, on_restart=said.append) as running:
+        assert re.fullmatch(r"http://127\.0\.0\.2:\d+/v1", running.openai_url)
+        assert [phase.name for phase in running.phases].count("gateway") == 1
+        pids = dict(running.processes())
+        os.kill(pids["gateway"], signal.SIGKILL)
+        async with asyncio.timeout(20):
+            while not any(line.startswith("gateway ready again") for line in said):
+                await asyncio.sleep(0.05)
+    assert lines(record / "ended") == ["gateway", "tokenizer", "scheduler", "worker"]
+    assert left_behind(record) == ([], [])
+    assert re.search(r"--worker-urls grpc://127\.0\.0\.1:\d+ ", (logs / "gateway.log").read_text())
+    assert "--tokenizer /model" in (logs / "scheduler.log").read_text()
+
+
+async def test_without_a_gateway_there_is_no_url_and_no_process(record: Path) -> None:
+    async with LocalSet(CONFIG) as running:
+        assert running.openai_url == ""
+        assert "gateway" not in dict(running.processes())
+
+
+async def test_a_port_that_the_gateway_cannot_have(record: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(WrongSettings) as caught:
+            await fail_to_start(replace(CONFIG, openai_port=port))
+    assert str(caught.value) == (
+        f"cannot listen on 127.0.0.1:{port} (Address already in use); choose another --openai-port"
+    )
+    with pytest.raises(WrongSettings, match="--openai-port must be from 0 to 65535, got 70000"):
+        await fail_to_start(replace(CONFIG, openai_port=70_000))
+    assert left_behind(record) == ([], [])
+
+
+async def test_what_the_gateway_needs_is_told_before_anything_starts(record: Path) -> None:
+    script = (
+        "import runpy, sys; sys.modules.update(smg=None, smg_grpc_proto=None);"
+        "runpy.run_module('services.check_settings', run_name='__main__', alter_sys=True)"
+    )
+    check = (sys.executable, "-c", script, "gateway")
+    with pytest.raises(WrongSettings) as caught:
+        await fail_to_start(replace(CONFIG, openai_port=0, checks={"gateway": check}))
+    assert str(caught.value) == (
+        "--openai needs smg and smg_grpc_proto; install with: pip install 'quire-llm[openai]'"
+    )
+    assert not (record / "started").exists()
+    async with LocalSet(replace(CONFIG, openai_port=0, checks={"gateway": CHECKS["gateway"]})):
+        pass
+
+
 @pytest.mark.parametrize("name", ["scheduler", "worker-0", "tokenizer-0"])
 async def test_one_that_dies_at_start_ends_all_and_says_why(
     record: Path, monkeypatch: pytest.MonkeyPatch, name: str
