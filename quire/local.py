@@ -45,7 +45,8 @@ __all__ = [
     "WrongSettings",
 ]
 
-_DRAIN_ORDER = (GATEWAY, "tokenizer", "scheduler", "worker")
+_DRAIN_ORDER = ((GATEWAY, "tokenizer"), ("scheduler",), ("worker",))
+"""Who ends side by side, one group after the other."""
 _LONGEST_PARENT = 107 - len("/quire-xxxxxxxx/worker-63.sock")
 _POLL_S = 0.05
 _FOLLOW_S = 0.1
@@ -78,8 +79,9 @@ class LocalSet:
 
     Entering starts all processes at once and returns when every one is ready. From then on a
     process that ends by itself is started again, see `LocalConfig.restarts`. Leaving ends the
-    processes in the order gateway, tokenizers, scheduler, workers; where one was given up, all
-    together and soon, since nothing can be finished any more. `kill` ends them all at once.
+    processes: first the doors (tokenizers and gateway), then scheduler, then workers; where one
+    was given up, all together and soon, since nothing can be finished any more. `kill` ends them
+    all at once.
 
     Args:
         config: what to start.
@@ -279,8 +281,8 @@ class LocalSet:
             if self._error is not None:
                 hurry_s = min(self._config.hurry_timeout_s, self._config.drain_timeout_s)
                 await _ended(self._all(), hurry_s)
-            for service in _DRAIN_ORDER:
-                await _ended(self._processes[service])
+            for group in _DRAIN_ORDER:
+                await _ended([one for service in group for one in self._processes[service]])
         finally:
             self.kill()
             for process in self._all():
