@@ -98,6 +98,7 @@ class Source:
     def __init__(self) -> None:
         self.hashes = hashes(10)
         self.steps = 0
+        self.evicted = 0
         self.running = 1
         self.asked = 0
 
@@ -129,7 +130,7 @@ class Source:
             workers=(worker,),
             classes=(),
             tenants=(),
-            counters=Counters(steps=self.steps),
+            counters=Counters(steps=self.steps, evicted_blocks=self.evicted),
         )
 
     def cached_hashes(self) -> bytes:
@@ -165,6 +166,11 @@ async def test_hashes_are_asked_for_only_after_a_step_and_a_report_is_new_only_i
     fuller = await later(reports)
     assert fuller.prefixes is not None
     assert fuller.prefixes.items == 11
+    source.evicted = 11
+    source.hashes = b""
+    emptied = await later(reports)
+    assert emptied.prefixes is not None, "blocks may be given up without a step"
+    assert emptied.prefixes.items == 0
 
 
 async def test_one_is_made_for_all_and_again_only_after_the_interval() -> None:

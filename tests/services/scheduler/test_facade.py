@@ -20,8 +20,13 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
 from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2, vllm_engine_pb2_grpc
 
-from services.scheduler.facade import SERVICE
+from services.chassis.server import GrpcServer
+from services.scheduler.core.plan import TokenArray
+from services.scheduler.facade import SERVICE, add_facade
+from services.scheduler.hashing import SHA256
 from services.scheduler.model_folder import read_model_folder
+from services.scheduler.prompt_hasher import PromptHasher
+from services.scheduler.session_chains import SessionChains
 from tests.assets.byte_tokenizer import make_byte_tokenizer
 from tests.fakes.scripted_worker import attached
 from tests.services.scheduler.conftest import Running, running_scheduler
@@ -265,6 +270,20 @@ async def test_what_is_wrong_is_named_as_it_is_called_here(
         assert len(await answers(engine(scheduler).Generate(request()))) == 1
 
 
+async def test_b034_a_large_prompt_is_refused_by_its_length(scheduler: Running) -> None:
+    """4 MiB is the limit where nobody sets another."""
+    options = [("grpc.max_send_message_length", -1)]
+    async with (
+        served(scheduler),
+        grpc.aio.insecure_channel(scheduler.target, options=options) as channel,
+    ):
+        large = vllm_engine_pb2.TokenizedInput(input_ids=[5] * 6_000_000)
+        stub = vllm_engine_pb2_grpc.VllmEngineStub(channel)
+        error = await refusal(stub.Generate(request(tokenized=large)))
+        assert error.code() is Status.INVALID_ARGUMENT
+        assert "the context holds at most 63, got 6000000" in (error.details() or "")
+
+
 async def test_a_field_of_a_later_version_is_refused(scheduler: Running) -> None:
     """Field 99 of the request, unknown to the stubs."""
     message = vllm_engine_pb2.GenerateRequest.FromString(
@@ -365,6 +384,38 @@ async def test_an_abort_wakes_who_waits_and_minds_nothing_else(scheduler: Runnin
         assert only.complete.completion_tokens == 0
         await engine(scheduler).Abort(vllm_engine_pb2.AbortRequest(request_ids=ids))
         await scheduler.quiesced()
+
+
+class GatedHasher(PromptHasher):
+    """Hashes once it is let."""
+
+    def __init__(self) -> None:
+        super().__init__(SHA256, SessionChains())
+        self.asked, self.gate = asyncio.Event(), asyncio.Event()
+
+    async def chain(self, prompt: TokenArray, **options: Any) -> bytes:
+        self.asked.set()
+        await self.gate.wait()
+        return await super().chain(prompt, **options)
+
+
+async def test_an_abort_counts_while_the_prompt_is_hashed(
+    scheduler: Running, tmp_path: Path
+) -> None:
+    hasher = GatedHasher()
+    server = GrpcServer([SERVICE])
+    add_facade(server, scheduler.loop, hasher, None)
+    (target,) = await server.start([f"unix://{tmp_path}/other.sock"])
+    async with served(scheduler), grpc.aio.insecure_channel(target) as channel:
+        stub = vllm_engine_pb2_grpc.VllmEngineStub(channel)
+        call = stub.Generate(request(request_id="mine"))
+        await hasher.asked.wait()
+        await stub.Abort(vllm_engine_pb2.AbortRequest(request_ids=["mine"]))
+        hasher.gate.set()
+        (only,) = await answers(call)
+        assert only.complete.finish_reason == "abort"
+        await scheduler.quiesced()
+    await server.stop()
 
 
 async def test_an_abort_leaves_the_other_door_alone(scheduler: Running) -> None:

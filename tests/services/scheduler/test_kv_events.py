@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2, vllm_engine_pb2_grpc
 
+from quire.v1 import generation_pb2
 from services.chassis.errors import Internal, Overloaded
 from services.scheduler import kv_events
 from services.scheduler.hashing import SHA256, explicit_salt, tenant_salt
@@ -184,9 +185,43 @@ async def test_a_block_is_there_as_long_as_one_worker_has_it(scheduler: Running)
                         await session.end_of(stream)
                     serving.cancel()
                 twice = len(scheduler.loop.cached_hashes()) > len(kept)
+            # One of them is gone. What comes after that is told after that.
+            async with asyncio.timeout(5):
+                while scheduler.loop.limits and scheduler.loop.limits.num_workers > 1:
+                    await asyncio.sleep(0.01)
+            await generate(scheduler, (50, 51, 52, 53, 54))
+            await mirror.until(lambda: len(mirror.blocks) == 6)
+            assert chain((*PROMPT, 7, 7, 7, 7)).keys() <= mirror.blocks.keys()
         await mirror.until(lambda: not mirror.blocks)
         assert mirror.batches[-1].events[0].WhichOneof("data") == "cleared"
         assert twice, "both workers had it"
+
+
+async def test_what_nobody_can_reach_is_not_told(scheduler: Running) -> None:
+    """A request that may not use the cache goes on behind blocks that are given up meanwhile."""
+    async with (
+        attached(scheduler.target) as worker,
+        opened(scheduler) as session,
+        subscribed(scheduler) as mirror,
+        asyncio.TaskGroup() as tasks,
+    ):
+        await mirror.take()
+        serving = tasks.create_task(worker.serve())
+        await generate(scheduler)
+        await mirror.until(lambda: len(mirror.blocks) == 4)
+        serving.cancel()
+        apart = generation_pb2.SchedulingOptions(skip_reading_prefix_cache=True)
+        await session.submit(1, list(PROMPT), max_tokens=9, scheduling=apart)
+        for _ in range(4):
+            await worker.answer(await worker.step())
+        await engine(scheduler).FlushCache(common_pb2.FlushCacheRequest())
+        await mirror.until(lambda: not mirror.blocks)
+        serving = tasks.create_task(worker.serve())
+        await session.end_of(1)
+        assert scheduler.loop.cached_hashes()
+        await generate(scheduler, (50, 51, 52, 53, 54))
+        await mirror.until(lambda: mirror.blocks == chain((50, 51, 52, 53, 54, 7, 7, 7, 7)))
+        serving.cancel()
 
 
 async def test_who_comes_back_is_told_what_it_missed(scheduler: Running) -> None:

@@ -14,7 +14,6 @@ from hypothesis.stateful import (
     rule,
 )
 
-from services.scheduler.core.cache_log import CacheLog, Stored
 from services.scheduler.core.chain import Hashing
 from services.scheduler.core.config import Config, Eviction, Policy, PriorityClass, TenantPolicy
 from services.scheduler.core.plan import (
@@ -141,9 +140,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         }
         config = replace(config, **self.fixed)
         self.core = Scheduler(config, HASHING)
-        self.told: set[bytes] = set()
-        self.log = CacheLog(self.told)
-        self.core.watch_cache(self.log)
         self.model = CoreModel(config, VOCAB, POISON)
 
     @rule(
@@ -402,26 +398,6 @@ class SchedulerMachine(RuleBasedStateMachine):
             tokens = int(worker.sent[-1 - worker.unanswered].num_tokens.sum())
             result = replace(result, execute_us=2 + tokens)
             self.model.take(self.core.apply(worker_id, result, self.now), self.now)
-
-    @invariant()
-    def the_log_tells_what_is_cached(self) -> None:
-        for note in self.log.notes:
-            digests = [note.digests[at : at + 32] for at in range(0, len(note.digests), 32)]
-            if isinstance(note, Stored):
-                roots = [SHA256.root(model, note.salt) for model in (b"model", b"other")]
-                for parent, digest, tokens in zip(
-                    [note.parent, *digests[:-1]], digests, note.tokens, strict=True
-                ):
-                    data = tokens.astype("<u4").tobytes()
-                    parents = [parent] if parent else roots
-                    assert digest in [SHA256.block(one, data) for one in parents]
-            # Of another worker it may be cached still, and by now again.
-            cached = {digest for digest in digests if self.core.cached_blocks(digest)}
-            self.told -= set(digests)
-            self.told |= cached
-        self.log.notes.clear()
-        hashes_now = self.core.cached_hashes()
-        assert self.told == {hashes_now[at : at + 32] for at in range(0, len(hashes_now), 32)}
 
     @invariant()
     def agrees(self) -> None:
