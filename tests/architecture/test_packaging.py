@@ -73,7 +73,7 @@ def test_the_worker_brings_torch_and_no_transformers() -> None:
 
 def test_all_means_all_services() -> None:
     everything = {requirement.name for requirement in requirements_of("all")}
-    for extra in ("tokenizer", "scheduler", "worker", "bench", "simulate"):
+    for extra in ("tokenizer", "scheduler", "worker", "openai", "bench", "simulate"):
         assert {requirement.name for requirement in requirements_of(extra)} <= everything
 
 
@@ -106,6 +106,8 @@ ROOMS = {
 }
 # `quire model pull` converts tokenizers and asks the hub.
 PULLING = ("quire/pull.py", "quire/pull_sources.py", "quire/gguf_tokenizer.py")
+# The scheduler looks whether these can be imported, and does without them where they cannot.
+OPENAI = ("services/scheduler/facade.py", "services/scheduler/facade_codec.py")
 
 
 def extra_of(path: Path) -> str:
@@ -113,6 +115,8 @@ def extra_of(path: Path) -> str:
     name = str(path.relative_to(ROOT))
     if name in PULLING:
         return "tokenizer"
+    if name in OPENAI:
+        return "openai"
     return next((extra for room, extra in ROOMS.items() if name.startswith(f"{room}/")), "")
 
 
