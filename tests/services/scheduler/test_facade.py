@@ -5,6 +5,7 @@ import hashlib
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 import zipfile
@@ -632,19 +633,22 @@ async def test_a_flush_waits_for_who_runs_and_says_who_is_left(scheduler: Runnin
 # Without the extra
 
 
-def test_without_the_extra_the_scheduler_has_no_such_door(tmp_path: Path) -> None:
+def test_without_the_extra_the_scheduler_starts_and_says_so_once(tmp_path: Path) -> None:
     script = (
         "import sys; sys.modules['smg_grpc_proto'] = None\n"
-        "import services.scheduler.__main__ as m\n"
-        "from services.scheduler.settings import Settings\n"
-        "import asyncio\n"
-        "async def main():\n"
-        "    loop, server = m.wire(Settings())\n"
-        "    print(m.facade, server._names)\n"
-        "asyncio.run(main())\n"
+        "import services.scheduler.__main__ as scheduler\n"
+        "assert scheduler.facade is None\n"
+        "scheduler.main()\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "None ('quire.v1.TokenService',)\n"
+    command = [sys.executable, "-c", script, "--listen", f"unix://{tmp_path}/s.sock"]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        said = ""
+        while "listening on" not in said:
+            line = process.stderr.readline()
+            assert line, said
+            said += line
+        process.send_signal(signal.SIGTERM)
+        said += process.stderr.read()
+    assert process.returncode == 0, said
+    assert said.count("VllmEngine is not served: quire-llm[openai] is not installed") == 1
