@@ -124,6 +124,8 @@ class LocalSet:
         self.openai_url = ""
         """Base URL for OpenAI clients, once entered; "" without a gateway."""
         self.phases: tuple[Phase, ...] = ()
+        self.members: tuple[Member, ...] = ()
+        """The processes as planned, once entered."""
 
     @property
     def target(self) -> str:
@@ -141,6 +143,7 @@ class LocalSet:
             plan = await checked_plan(config, folder)
             self.scheduler, self.info, self.targets = plan.scheduler, plan.info, plan.targets
             self.openai_url = plan.openai_url
+            self.members = plan.members
             started = time.monotonic()
             await self._start(plan.members, folder)
             await self._unless_failed(plan.members, started)

@@ -44,7 +44,7 @@ MOST_OF_A_SERVICE = 64
 _TEXT_SERVICE, _TOKEN_SERVICE, _PROCESS = "quire.v1.TextService", "quire.v1.TokenService", ""
 _WORKER_SERVICE = "quire.v1.WorkerLinkService"
 _LAST_PORT = 65_535
-_METRICS_PORT = 9461
+_METRICS_FLAG, _METRICS_PORT = "--metrics-port=", 9461
 _FAULTS_OF_A_PORT = (errno.EADDRINUSE, errno.EACCES, errno.EPERM)
 _SOME_PORT = 1
 _LOOPBACK = "127.0.0.1"
@@ -116,6 +116,12 @@ class Member:
     """Pairs of address and health name."""
     ready_url: str = ""
     """For one that speaks HTTP: what it answers with 200 once it can serve."""
+
+    @property
+    def metrics_port(self) -> int | None:
+        """Where it serves its metrics, if told to; None: anywhere."""
+        port = self.flags[-1].removeprefix(_METRICS_FLAG) if self.flags else ""
+        return int(port) if port.isascii() and port.isdigit() and int(port) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,13 +265,13 @@ def members_of(
 
 def _metrics_port(flags: Sequence[str], number: int) -> str:
     """The flag that gives the process of this number its port; it comes after the user's own."""
-    name = "--metrics-port="
-    given = next((flag for flag in flags if flag.startswith(name)), f"{name}{_METRICS_PORT}")
-    port = given.removeprefix(name)
+    default = f"{_METRICS_FLAG}{_METRICS_PORT}"
+    given = next((flag for flag in flags if flag.startswith(_METRICS_FLAG)), default)
+    port = given.removeprefix(_METRICS_FLAG)
     # Anything but a number is for the service to refuse; 0 is any free one.
     if not port.isascii() or not port.isdigit() or int(port) == 0:
         return given
-    return f"{name}{int(port) + number}"
+    return f"{_METRICS_FLAG}{int(port) + number}"
 
 
 def _gateway(config: LocalConfig, ports: GatewayPorts) -> Member:

@@ -12,6 +12,7 @@ from quire.cli.running import with_local_set
 from quire.cli.set_flags import add_set_flags, local_config
 from quire.client import DEFAULT_TARGET
 from quire.local import LocalSet
+from quire.local_plan import GATEWAY, dialled
 
 _OPENAI_PORT = 30000
 
@@ -47,6 +48,8 @@ class Up:
 
         async def serve(running: LocalSet) -> None:
             _say_how_to_talk(config.served_model_name, running, told or running.info)
+            if asks_for_metrics(args, os.environ):
+                _say_where_metrics_are(running, args.metrics_host or "127.0.0.1")
             await running.failure()
 
         asyncio.run(with_local_set(config, serve, verbose=args.verbose))
@@ -61,6 +64,22 @@ def info_told(args: argparse.Namespace, environment: Mapping[str, str]) -> str:
         if addresses:
             return addresses.partition(",")[0].strip()
     return ""
+
+
+def asks_for_metrics(args: argparse.Namespace, environment: Mapping[str, str]) -> bool:
+    """Whether the processes serve metrics."""
+    said = args.enable_metrics or environment.get("QUIRE_ENABLE_METRICS", "")
+    return said.lower() in ("true", "1", "yes", "on")
+
+
+def _say_where_metrics_are(running: LocalSet, host: str) -> None:
+    ports = [(member.name, member.metrics_port) for member in running.members]
+    ours = ((name, port) for name, port in ports if name != GATEWAY)
+    if not all(port for _, port in ours):
+        print("Metrics: the log of each process names its URL", flush=True)
+        return
+    where = ", ".join(f"{name} {dialled(host, port)}" for name, port in ports if port)
+    print(f"Metrics, at /metrics of each: {where}", flush=True)
 
 
 def _say_how_to_talk(model: str, running: LocalSet, info: str) -> None:

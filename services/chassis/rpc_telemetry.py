@@ -1,7 +1,7 @@
 """A span and a duration for each call a server answers; outermost of its interceptors.
 
 Calls that live long, with a stream of requests or of watching, are left out: their spans would end
-never. Health checks and reflection are left out as well.
+never. What is asked again and again, as by health checks, is left out as well.
 """
 
 import asyncio
@@ -23,6 +23,7 @@ Handler = Any
 
 _QUIET = ("/grpc.",)
 _LONG_LIVED = ("/SubscribeKvEvents", "/Watch")
+_POLLED = ("/HealthCheck", "/GetLoads")
 _NAMES = {code.value[0]: code.name for code in grpc.StatusCode}
 _CANCELLED = grpc.StatusCode.CANCELLED.name
 
@@ -59,7 +60,7 @@ class RpcTelemetry(grpc.aio.ServerInterceptor):
         method: str = handler_call_details.method
         if handler is None or handler.request_streaming or method.startswith(_QUIET):
             return handler
-        if method.endswith(_LONG_LIVED):
+        if method.endswith((*_LONG_LIVED, *_POLLED)):
             return handler
         name = method.removeprefix("/")
         read, write = handler.request_deserializer, handler.response_serializer

@@ -42,6 +42,15 @@ def traceparent_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
     return ""
 
 
+def passed_on(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
+    """What the handler of a call passes on: the call's own span, or else what its caller sent.
+
+    Never the caller's where there is one of its own: what follows is below that, not beside it.
+    """
+    own = written(trace.get_current_span().get_span_context())
+    return own or traceparent_of(metadata)
+
+
 def context_of(traceparent: str) -> SpanContext | None:
     """The span that a traceparent names, or None where it is none."""
     match = _TRACEPARENT.fullmatch(traceparent)

@@ -22,6 +22,7 @@ from services.chassis.errors import (
     Unimplemented,
 )
 from services.chassis.server import GrpcServer
+from services.chassis.tracing import passed_on
 from services.chassis.unknown_fields import refuse_unknown_fields
 from services.scheduler import codec, facade_codec
 from services.scheduler.admittance import admit
@@ -89,6 +90,7 @@ class VllmEngineServicer(
         with facade_codec.named_as_here():
             metadata = context.invocation_metadata()
             call = facade_codec.parse_generate(request, metadata, self._folder)
+            call = codec.with_traceparent(call, passed_on(metadata))
             call = codec.with_deadline(call, context.time_remaining())
             outbox = Outbox()
             async with self._loop.caller(outbox) as caller:

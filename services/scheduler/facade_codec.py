@@ -17,7 +17,6 @@ from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2
 
 from quire.v1 import generation_pb2, token_pb2
 from services.chassis.errors import InvalidArgument, ServiceError, Unimplemented, Violations
-from services.chassis.tracing import traceparent_of
 from services.chassis.unknown_fields import refuse_unknown_fields
 from services.scheduler import codec
 from services.scheduler.core.chain import DIGEST_BYTES
@@ -114,7 +113,6 @@ def parse_generate(
             cache_salt=said.get("x-quire-cache-salt"),
             deadline_ms=deadline_ms,
         ),
-        traceparent=traceparent_of(metadata),
     )
     if request.sampling_params.HasField("max_tokens"):
         message.stopping.max_tokens = request.sampling_params.max_tokens

@@ -9,7 +9,7 @@ from quire.v1 import info_pb2, info_pb2_grpc, token_pb2, token_pb2_grpc
 from quire.version import VERSION
 from services.chassis.errors import InvalidArgument, Overloaded, ServiceError, Unavailable
 from services.chassis.tasks import run_until_first_ends
-from services.chassis.tracing import traceparent_of
+from services.chassis.tracing import passed_on
 from services.chassis.unknown_fields import refuse_unknown_fields
 from services.scheduler import codec
 from services.scheduler.admittance import admit
@@ -46,7 +46,7 @@ class TokenServicer(token_pb2_grpc.TokenServiceServicer):
         """One request on its own stream; leaving it aborts the request."""
         refuse_unknown_fields(request)
         call = codec.parse_request(request.request, mint_id=True)
-        call = codec.with_traceparent(call, traceparent_of(context.invocation_metadata()))
+        call = codec.with_traceparent(call, passed_on(context.invocation_metadata()))
         call = codec.with_deadline(call, context.time_remaining())
         outbox = Outbox()
         async with self._loop.caller(outbox) as caller:

@@ -12,11 +12,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from opentelemetry import trace
-
 from quire.v1 import text_pb2, text_pb2_grpc
 from services.chassis.errors import Unavailable, Violations
-from services.chassis.tracing import traceparent_of, written
+from services.chassis.tracing import passed_on
 from services.chassis.unknown_fields import refuse_unknown_fields
 from services.tokenizer import codec
 from services.tokenizer.answer import Answer, AnswerPlan
@@ -266,12 +264,11 @@ class TextServicer(text_pb2_grpc.TextServiceServicer):
         )
         if watch is not None:
             detokenizer = watch.decoding(detokenizer, options, prompt)
-        own = written(trace.get_current_span().get_span_context())
         return AnswerPlan(
             options=options,
             prompt=compact_ids(prompt),
             detokenizer=detokenizer,
-            traceparent=own or traceparent_of(context.invocation_metadata()),
+            traceparent=passed_on(context.invocation_metadata()),
             ends_at=ends_at,
             observer=watch,
         )

@@ -150,6 +150,8 @@ def test_each_has_a_port_of_its_own_for_metrics(
     config = replace(CONFIG, workers=2, flags=flags)
     members = members_of(config, tmp_path, "unix:///s", (50051,))
     assert [member.flags[-1] for member in members] == [f"--metrics-port={one}" for one in passed]
+    known = [one if isinstance(one, int) and one else None for one in passed]
+    assert [member.metrics_port for member in members] == known
 
 
 async def test_workers_have_names_of_their_own_and_share_the_machine(record: Path) -> None:
