@@ -120,8 +120,10 @@ class Member:
     @property
     def metrics_port(self) -> int | None:
         """Where it serves its metrics, if told to; None: anywhere."""
-        port = self.flags[-1].removeprefix(_METRICS_FLAG) if self.flags else ""
-        return int(port) if port.isascii() and port.isdigit() and int(port) else None
+        last = self.flags[-1] if self.flags else ""
+        port = last.removeprefix(_METRICS_FLAG)
+        is_number = last.startswith(_METRICS_FLAG) and port.isascii() and port.isdigit()
+        return int(port) or None if is_number else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
