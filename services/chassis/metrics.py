@@ -116,9 +116,14 @@ class Histogram:
         self._labels = tuple(labels)
         self._series: dict[tuple[str, ...], _Series] = {}
         self._began_ns = time.time_ns()
+        if not self._labels:
+            self._begin(())
 
     def record(self, value: float, *labels: str, times: int = 1) -> None:
-        """Counts a value, so many times, under these labels, one for each name."""
+        """Counts a value, so many times, under these labels, one for each name.
+
+        No times: the series is there from now on.
+        """
         series = self._series.get(labels) or self._begin(labels)
         series.counts[bisect.bisect_left(self._bounds, value)] += times
         series.sum += value * times

@@ -30,6 +30,7 @@ from services.scheduler.servicer import InfoServicer, TokenServicer
 from services.scheduler.session_chains import SessionChains
 from services.scheduler.settings import LATER_FLAGS, Settings
 from services.scheduler.traces import Traces
+from services.scheduler.vllm_names import vllm_families
 from services.scheduler.worker_link import WorkerLinkServicer
 
 facade: ModuleType | None
@@ -158,7 +159,7 @@ async def serve_with(
     admin = GrpcServer([], [ADMIN_SERVICE, INFO_SERVICE]) if settings.admin_listen else None
     info = GrpcServer([], [INFO_SERVICE]) if settings.info_listen else None
     loop, server = wire(settings, admin, recording, telemetry, folder)
-    telemetry.serve()
+    telemetry.serve(also=vllm_families)
     doors = [_Door("listening", server, settings.listen)]
     if admin is not None:
         info_pb2_grpc.add_InfoServiceServicer_to_server(InfoServicer(loop), admin.grpc)

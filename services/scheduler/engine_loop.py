@@ -284,6 +284,8 @@ class EngineLoop:
         try:
             token_limit(request, self._core.limits)
         except Refused as error:
+            for watcher in self._watchers:
+                watcher.refused(request, error.refusal, _now())
             raise codec.refusal_error(error.refusal) from error
 
     @contextlib.asynccontextmanager

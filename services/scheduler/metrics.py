@@ -24,9 +24,12 @@ from services.chassis.metrics import (
 from services.scheduler.core.plan import (
     AddRequest,
     Ended,
+    EndReason,
     Events,
     IntArray,
+    Limits,
     Loads,
+    NewRow,
     Refusal,
     StepPlan,
     StepResult,
@@ -65,6 +68,13 @@ _COUNTERS = (
 """Fields of `Counters` that become counters of the same name."""
 
 
+REFUSALS = (
+    *("CONTEXT_LENGTH", "EXCEEDS_KV_CAPACITY", "EXCEEDS_QUEUE", "VOCABULARY", "UNKNOWN_CLASS"),
+    *("DEADLINE", "DUPLICATE", "QUEUE_REQUESTS", "QUEUE_TOKENS", "TENANT_REQUESTS"),
+    *("TENANT_TOKENS", "TENANT_LIVE", "TTFT_TARGET"),
+)
+"""The reasons of a `Refusal`; each has its series from the start."""
+
 _MARK_US = 1_000_000
 _WINDOW_US = 30_000_000
 
@@ -74,12 +84,56 @@ class _State:
     """What is read from the event loop at once."""
 
     loads: Loads
+    model: str
+    limits: Limits | None
+    """The last that there were, where no worker is attached now."""
     utilization: dict[str, float]
+    throughput: dict[str, float]
+    time_per_token_s: float
     stalled_s: float
     serving: bool
 
 
+class _Window:
+    """How much totals grew in the last half minute. Instants in microseconds."""
+
+    def __init__(self) -> None:
+        self._marks: deque[tuple[int, tuple[int, ...]]] = deque()  # a second apart or more
+
+    def mark(self, now: int, totals: tuple[int, ...]) -> None:
+        """Notes the totals of now; call it whenever they grew."""
+        if not self._marks or now - self._marks[-1][0] >= _MARK_US:
+            self._marks.append((now, totals))
+        while now - self._marks[0][0] > _WINDOW_US:
+            self._marks.popleft()
+
+    def growth(self, now: int, totals: tuple[int, ...]) -> tuple[int, list[int]]:
+        """Since when, microseconds ago, and by how much each grew since then."""
+        self.mark(now, totals)
+        since, before = self._marks[0]
+        return now - since, [total - was for total, was in zip(totals, before, strict=True)]
+
+
 @dataclass(slots=True)
+class _Live:
+    """A live request. Instants in microseconds.
+
+    Args:
+        arrived: when it came.
+        class_name: its priority class.
+        admitted: it was on a worker.
+        seat: where it was put last; its last token's instant stands there as long as it is its own.
+        last_token: that instant, where somebody else has its seat; 0: none yet.
+    """
+
+    arrived: int
+    class_name: str
+    admitted: bool = False
+    seat: "tuple[_Lane, int] | None" = None
+    last_token: int = 0
+
+
+@dataclass(slots=True, eq=False)
 class _Lane:
     """One attached worker: who has which slot, and when each had a token last. Microseconds."""
 
@@ -93,21 +147,12 @@ class _Lane:
     sent: deque[int] = field(default_factory=deque)
     busy_us: int = 0
     idle_us: int = 0
-    marks: deque[tuple[int, int]] = field(default_factory=deque)
-    """Instants of the last half minute, at least a second apart, with `busy_us` then."""
-
-    def mark(self, now: int) -> None:
-        """Notes how long it has computed until now."""
-        if not self.marks or now - self.marks[-1][0] >= _MARK_US:
-            self.marks.append((now, self.busy_us))
-        while now - self.marks[0][0] > _WINDOW_US:
-            self.marks.popleft()
+    window: _Window = field(default_factory=_Window)
 
     def utilization(self, now: int) -> float:
         """Share of the last half minute that it computed, 0 to 1."""
-        self.mark(now)
-        since, busy_us = self.marks[0]
-        return min(1.0, (self.busy_us - busy_us) / (now - since)) if now > since else 0.0
+        elapsed, (busy_us,) = self.window.growth(now, (self.busy_us,))
+        return min(1.0, busy_us / elapsed) if elapsed else 0.0
 
 
 class SchedulerMetrics(Watching):
@@ -121,13 +166,24 @@ class SchedulerMetrics(Watching):
     def __init__(self, metrics: Metrics, loop: EngineLoop) -> None:
         self._loop = loop
         self._lanes: dict[str, _Lane] = {}
-        self._arrived: dict[int, int] = {}
-        """When each live request came."""
-        self._ended: dict[tuple[str, str], int] = {}
-        self._refused: dict[str, int] = {}
+        self._live: dict[int, _Live] = {}
+        # Series that are there from the start can be told from ones that nobody counts, and a rate
+        # sees their first increment.
+        classes = tuple(one.name for one in loop.config.classes)
+        self._ended = {(reason.value, name): 0 for reason in EndReason for name in classes}
+        self._refused = dict.fromkeys(REFUSALS, 0)
         self._computed = {"prefill": 0, "decode": 0}
+        self._admitted_tokens = {"computed": 0, "cached": 0}
+        self._gaps = 0
+        self._gaps_us = 0
+        self._recent = _Window()
+        self._model = ""
+        self._limits: Limits | None = None
         self._state = LoopValue(asyncio.get_running_loop(), self._read, self._read())
         self._request_histograms(metrics)
+        for by_class in (self._whole, self._queue, self._ttft, self._tpot):
+            for name in classes:
+                by_class.record(0.0, name, times=0)
         self._step_histograms(metrics)
         self._gauges(metrics)
         self._counters(metrics)
@@ -136,7 +192,8 @@ class SchedulerMetrics(Watching):
 
     def adding(self, request: AddRequest, now: int) -> AddRequest:
         """See Watcher."""
-        self._arrived[request.handle] = now
+        name = request.priority_class or self._loop.config.default_class
+        self._live[request.handle] = _Live(now, name)
         if request.max_tokens is not None:
             self._max_tokens.record(request.max_tokens)
         return request
@@ -144,7 +201,7 @@ class SchedulerMetrics(Watching):
     def refused(self, request: AddRequest, refusal: Refusal, now: int) -> None:
         """See Watcher."""
         del now
-        self._arrived.pop(request.handle, None)
+        self._live.pop(request.handle, None)
         self._refused[refusal.reason] = self._refused.get(refusal.reason, 0) + 1
 
     def attached(self, spec: WorkerSpec, now: int) -> None:
@@ -162,16 +219,14 @@ class SchedulerMetrics(Watching):
         """See Watcher."""
         lane = self._lanes[worker_id]
         for row in step.new_rows:
-            fresh = row.token_ids.size == row.prompt_len
-            lane.handle[row.slot] = row.handle
-            lane.arrived[row.slot] = self._arrived.get(row.handle, 0) if fresh else 0
-            lane.last_token[row.slot] = 0
+            self._seat(lane, row)
         tokens = step.num_tokens
         total = int(tokens.sum())
         # A prefill that has one token left counts as a decode here; what a step costs is the same.
         decodes = int(np.count_nonzero(tokens == 1))
         self._computed["decode"] += decodes
         self._computed["prefill"] += total - decodes
+        self._recent.mark(now, self._recent_totals())
         lane.open.append(step.slots)
         lane.sent.append(now)
         self._plan_time.record(took_us / 1e6)
@@ -188,7 +243,7 @@ class SchedulerMetrics(Watching):
         slots, sent = lane.open.popleft(), lane.sent.popleft()
         lane.busy_us += timings.execute_us
         lane.idle_us += timings.idle_us
-        lane.mark(now)
+        lane.window.mark(now, (lane.busy_us,))
         self._execute.record(timings.execute_us / 1e6)
         self._link.record(max(0, now - sent - timings.wait_us - timings.execute_us) / 1e6)
         sampled = slots[result.counts > 0]
@@ -200,7 +255,7 @@ class SchedulerMetrics(Watching):
     def ended(self, end: Ended, now: int) -> None:
         """See Watcher."""
         del now
-        self._arrived.pop(end.handle, None)
+        self._live.pop(end.handle, None)
         key = (end.reason.value, end.class_name)
         self._ended[key] = self._ended.get(key, 0) + 1
         self._whole.record((end.ended - end.arrived) / 1e6, end.class_name)
@@ -220,17 +275,40 @@ class SchedulerMetrics(Watching):
         if end.completion_tokens > 1:
             self._tpot.record(decode_s / (end.completion_tokens - 1), end.class_name)
 
+    def _seat(self, lane: _Lane, row: NewRow) -> None:
+        """A request comes to a worker, for the first time or again."""
+        before = self._live.get(int(lane.handle[row.slot]))
+        if before is not None and before.seat == (lane, row.slot):  # it gave way, and waits
+            before.seat, before.last_token = None, int(lane.last_token[row.slot])
+        live = self._live[row.handle]
+        if live.seat is not None:
+            old_lane, old_slot = live.seat
+            live.last_token = int(old_lane.last_token[old_slot])
+        if not live.admitted:
+            live.admitted = True
+            cached = min(row.num_computed, row.prompt_len)
+            self._admitted_tokens["cached"] += cached
+            self._admitted_tokens["computed"] += row.prompt_len - cached
+        live.seat = lane, row.slot
+        fresh = row.token_ids.size == row.prompt_len
+        lane.handle[row.slot] = row.handle
+        lane.arrived[row.slot] = live.arrived if fresh else 0
+        lane.last_token[row.slot] = live.last_token
+
     def _tokens(self, lane: _Lane, slots: IntArray, now: int) -> None:
         """Records first tokens and gaps of rows that have a new token."""
         last = lane.last_token[slots]
         lane.last_token[slots] = now
         firsts = slots[(last == 0) & (lane.arrived[slots] > 0)]
         for slot in firsts.tolist():
-            self._ttft.record((now - int(lane.arrived[slot])) / 1e6)
+            name = self._live[int(lane.handle[slot])].class_name
+            self._ttft.record((now - int(lane.arrived[slot])) / 1e6, name)
         lane.arrived[firsts] = 0
         gaps = now - last[last > 0]
         if not gaps.size:
             return
+        self._gaps += gaps.size
+        self._gaps_us += int(gaps.sum())
         if (gaps == gaps[0]).all():  # nearly always: all of them were in the step before
             self._gap.record(int(gaps[0]) / 1e6, times=gaps.size)
             return
@@ -278,6 +356,7 @@ class SchedulerMetrics(Watching):
             "quire.request.time_to_first_token",
             "Time from the arrival of a request to its first token.",
             bounds=LATENCY_S,
+            labels=by_class,
         )
         self._tpot = new(
             "quire.request.time_per_output_token",
@@ -287,7 +366,7 @@ class SchedulerMetrics(Watching):
         )
         self._gap = new(
             "quire.request.inter_token_latency",
-            "Time between two tokens of one request.",
+            "Time between two tokens of one request, in the queue or not.",
             bounds=GAP_S,
         )
         unit = "{token}"
@@ -332,6 +411,7 @@ class SchedulerMetrics(Watching):
 
     def _gauges(self, metrics: Metrics) -> None:
         gauge = metrics.gauge
+        gauge("quire.scheduler.info", "1; what is served, in the labels.", self._info)
         gauge("quire.scheduler.running", "Requests admitted to a worker.", self._running)
         gauge("quire.scheduler.waiting", "Requests queued.", self._waiting)
         gauge(
@@ -382,6 +462,17 @@ class SchedulerMetrics(Watching):
             "Share of the last half minute that a worker computed, 0 to 1.",
             self._utilization,
         )
+        gauge(
+            "quire.scheduler.throughput",
+            "Tokens planned per second in the last half minute.",
+            lambda: [(rate, {"kind": kind}) for kind, rate in self._state.get().throughput.items()],
+        )
+        gauge(
+            "quire.scheduler.time_per_token",
+            "Mean time between two tokens of one request in the last half minute; 0 without any.",
+            lambda: [(self._state.get().time_per_token_s, {})],
+            unit="s",
+        )
 
     def _counters(self, metrics: Metrics) -> None:
         counter = metrics.counter
@@ -420,6 +511,11 @@ class SchedulerMetrics(Watching):
             "Tokens planned: prefill, and decode one by one.",
             lambda: [(count, {"kind": kind}) for kind, count in list(self._computed.items())],
         )
+        counter(
+            "quire.scheduler.admitted_prompt_tokens",
+            "Prompt tokens of requests at their first step, by where they come from.",
+            lambda: [(n, {"source": source}) for source, n in list(self._admitted_tokens.items())],
+        )
         counter("quire.scheduler.ttft_targets", "First tokens by their target.", self._ttft_targets)
         counter(
             "quire.scheduler.request_targets",
@@ -450,12 +546,34 @@ class SchedulerMetrics(Watching):
         loop = self._loop
         stall = loop.stall()
         now = loop.now()
+        if loop.limits is not None:
+            self._model, self._limits = loop.model, loop.limits
+        elapsed, (prefill, decode, gaps, gaps_us) = self._recent.growth(now, self._recent_totals())
+        elapsed_s = elapsed / 1e6
         return _State(
             loads=loop.loads(),
+            model=self._model,
+            limits=self._limits,
+            throughput={
+                "prefill": prefill / elapsed_s if elapsed else 0.0,
+                "decode": decode / elapsed_s if elapsed else 0.0,
+            },
+            time_per_token_s=gaps_us / gaps / 1e6 if gaps else 0.0,
             utilization={name: lane.utilization(now) for name, lane in self._lanes.items()},
             stalled_s=0.0 if stall is None else (now - stall.since) / 1e6,
             serving=loop.serving,
         )
+
+    def _recent_totals(self) -> tuple[int, ...]:
+        return self._computed["prefill"], self._computed["decode"], self._gaps, self._gaps_us
+
+    def _info(self) -> Iterable[Point]:
+        state = self._state.get()
+        labels = {"model": state.model, "block_size": "", "prefix_hash": ""}
+        if state.limits is not None:
+            labels["block_size"] = str(state.limits.block_size)
+            labels["prefix_hash"] = state.limits.prefix_hash
+        return [(1, labels)]
 
     @property
     def _loads(self) -> Loads:

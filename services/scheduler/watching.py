@@ -26,7 +26,7 @@ class Watcher(Protocol):
         ...
 
     def refused(self, request: AddRequest, refusal: Refusal, now: int) -> None:
-        """The core did not take it: its end."""
+        """It was not taken: its end. Comes without `adding` where that was plain before."""
         ...
 
     def planned(self, worker_id: str, step: StepPlan, now: int, took_us: int) -> StepPlan:
