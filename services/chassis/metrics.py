@@ -112,7 +112,7 @@ class Histogram:
         self._name = name
         self._unit = unit
         self._description = description
-        self._bounds = tuple(bounds)
+        self._bounds = tuple(map(float, bounds))
         self._labels = tuple(labels)
         self._series: dict[tuple[str, ...], _Series] = {}
         self._began_ns = time.time_ns()

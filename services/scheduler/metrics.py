@@ -86,7 +86,7 @@ class _State:
     loads: Loads
     model: str
     limits: Limits | None
-    """The last that there were, where no worker is attached now."""
+    """When a worker was attached last."""
     utilization: dict[str, float]
     throughput: dict[str, float]
     time_per_token_s: float
@@ -209,6 +209,7 @@ class SchedulerMetrics(Watching):
         del now
         handle, arrived, last = (np.zeros(spec.num_slots, np.int64) for _ in range(3))
         self._lanes[spec.worker_id] = _Lane(spec, handle, arrived, last)
+        self._model, self._limits = self._loop.model, self._loop.limits
 
     def lost(self, worker_id: str, reason: str, now: int) -> None:
         """See Watcher."""
@@ -546,8 +547,6 @@ class SchedulerMetrics(Watching):
         loop = self._loop
         stall = loop.stall()
         now = loop.now()
-        if loop.limits is not None:
-            self._model, self._limits = loop.model, loop.limits
         elapsed, (prefill, decode, gaps, gaps_us) = self._recent.growth(now, self._recent_totals())
         elapsed_s = elapsed / 1e6
         return _State(

@@ -13,6 +13,7 @@ from prometheus_client.metrics_core import (
     HistogramMetricFamily,
     Metric,
 )
+from prometheus_client.utils import floatToGoString
 
 Families = Mapping[str, Metric]
 
@@ -221,8 +222,9 @@ class _Made:
         """From cumulated counts by bound, infinity last."""
         family = HistogramMetricFamily(f"vllm:{name}", text)
         for bound, count in counts.items():
-            le = "+Inf" if bound == float("inf") else str(bound)
-            family.add_sample(f"{family.name}_bucket", {**self.labels, "le": le}, count)
+            le = floatToGoString(bound)  # type: ignore[no-untyped-call]  # it says no types
+            labels = {**self.labels, "le": le}
+            family.add_sample(f"{family.name}_bucket", labels, count)
         family.add_sample(f"{family.name}_count", {**self.labels}, counts[float("inf")])
         family.add_sample(f"{family.name}_sum", {**self.labels}, total)
         return family
