@@ -283,6 +283,10 @@ class Metrics:
             raise StartupError(
                 f"--metrics-port: cannot listen on {host}:{port}: {error.strerror}"
             ) from error
+        # In OpenMetrics the library writes `a:b` as `a_b` (prometheus/client_python#1177), so
+        # whatever is asked for, the older text format is given, which every Prometheus reads.
+        app = prometheus_client.make_wsgi_app(registry)
+        server.set_app(lambda environ, start: app({**environ, "HTTP_ACCEPT": ""}, start))
         self._http = (server, thread)
         return server.server_port
 

@@ -174,6 +174,7 @@ class SchedulerMetrics(Watching):
         self._refused = dict.fromkeys(REFUSALS, 0)
         self._computed = {"prefill": 0, "decode": 0}
         self._admitted_tokens = {"computed": 0, "cached": 0}
+        self._workers_lost = 0
         self._gaps = 0
         self._gaps_us = 0
         self._recent = _Window()
@@ -215,6 +216,7 @@ class SchedulerMetrics(Watching):
         """See Watcher."""
         del reason, now
         del self._lanes[worker_id]
+        self._workers_lost += 1
 
     def planned(self, worker_id: str, step: StepPlan, now: int, took_us: int) -> StepPlan:
         """See Watcher."""
@@ -488,6 +490,11 @@ class SchedulerMetrics(Watching):
             "quire.scheduler.prefix_cache_hits",
             "Tokens found in the prefix cache.",
             _Reader(self._state, "prefix_hit_tokens"),
+        )
+        counter(
+            "quire.scheduler.workers_lost",
+            "Workers that went.",
+            lambda: [(self._workers_lost, {})],
         )
         counter(
             "quire.scheduler.requests_accepted",

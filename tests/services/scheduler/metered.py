@@ -56,9 +56,12 @@ class Metered(Running):
         """What the endpoint says, nothing of it older than this call."""
         await asyncio.sleep(FRESH_S)
         url = f"http://127.0.0.1:{self.port}/metrics"
+        # As a Prometheus 2 asks.
+        accept = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"
+        request = urllib.request.Request(url, headers={"Accept": accept})
 
         def read() -> str:
-            with urllib.request.urlopen(url, timeout=10) as answer:
+            with urllib.request.urlopen(request, timeout=10) as answer:
                 return answer.read().decode()
 
         return Scrape(await asyncio.to_thread(read))

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -158,6 +159,7 @@ async def test_a_lost_worker_leaves_no_series_and_its_requests_no_second_first_t
             serving.cancel()
     assert before.total("quire_scheduler_running", worker="a") == 2
     assert 'worker="a"' not in scrape.text
+    assert scrape.total("quire_scheduler_workers_lost_total") == 1
     assert scrape.total("quire_scheduler_requeues_total") == 2
     assert scrape.total("quire_scheduler_generation_tokens_total") == 40
     assert_every_token_is_a_first_one_or_has_a_gap(scrape, 2)
@@ -294,6 +296,21 @@ async def test_refusals_are_told_by_reason_at_the_door_and_in_the_core(tmp_path:
         assert scrape.total(refused, reason=reason) == 1, reason
     assert scrape.total(refused) == 4
     assert scrape.total("quire_scheduler_requests_accepted_total") == 2
+
+
+async def test_every_metric_is_documented_and_every_documented_one_is_there(
+    scheduler: Metered,
+) -> None:
+    async with served(scheduler):
+        families = (await scheduler.scrape()).families
+    kinds = r"quire[._](?:scheduler|request|step)[._]"
+    made = {name.removesuffix("_seconds") for name in families if re.match(kinds, name)}
+    page = (Path(__file__).parents[3] / "docs/operations.md").read_text()
+    table = page.split("### Metrics of a scheduler")[1].split("###")[0]
+    told = re.findall(
+        rf"`({kinds}[a-z_.]+)`", "".join(re.findall(r"^\|[^|]*", table, re.MULTILINE))
+    )
+    assert sorted(name.replace(".", "_") for name in told) == sorted(made)
 
 
 def test_every_refusal_that_the_core_knows_has_a_series() -> None:

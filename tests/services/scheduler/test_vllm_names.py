@@ -1,6 +1,7 @@
 """The names of vLLM: which there are, of what kind and labels, and that they tell the truth."""
 
 import math
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -105,6 +106,12 @@ async def test_every_name_has_its_type_labels_and_buckets(scheduler: Metered) ->
         assert {s.name.removeprefix(f"vllm:{name}") for s in found[name].samples} == {
             *("_bucket", "_count", "_sum")
         }
+
+
+def test_the_page_for_those_who_come_from_vllm_has_all_names() -> None:
+    page = (Path(__file__).parents[3] / "docs/migrating-from-vllm.md").read_text()
+    counters = {f"{name}_total" for name in COUNTERS}
+    assert set(re.findall(r"`vllm:(\w+)`", page)) == GAUGES.keys() | counters | HISTOGRAMS.keys()
 
 
 async def test_what_they_say_is_what_was_done(scheduler: Metered) -> None:
