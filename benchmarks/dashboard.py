@@ -316,7 +316,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     drawn = io.BytesIO()
     figure.savefig(drawn, dpi=asked.dpi, facecolor=_BACKGROUND)
     # Few colors are in it; a palette makes a third of the size.
-    Image.open(drawn).quantize(256, Image.Quantize.FASTOCTREE).save(asked.out, optimize=True)
+    Image.open(drawn).convert("RGB").quantize(256).save(asked.out, optimize=True)
     print(f"{asked.out}: {asked.out.stat().st_size // 1024} KiB")
     return 0
 
