@@ -39,7 +39,7 @@ JOBS = {
     "worker": ("worker-0", "worker-1"),
     "tokenizer": ("tokenizer",),
 }
-# 64 blocks of 16 tokens on each worker, of which eight streams at their longest need 80.
+# 128 blocks of 16 tokens on each worker, of which eight streams at their longest need 176.
 WORKER = (
     *("--max-num-seqs=8", "--max-num-batched-tokens=64", "--max-model-len=512"),
     "--kv-cache-memory=256KiB",
@@ -216,7 +216,8 @@ async def test_what_happened_is_counted(course: Course) -> None:
     assert await total("quire_scheduler_preemptions_total") > 0
     assert await total("quire_scheduler_displaced_total") > 0
     assert await total("quire_scheduler_requeues_total") > 0
-    assert await total("quire_scheduler_workers_lost_total") == 1
+    lost = course.services.programs["scheduler"].log.count(" lost: ")
+    assert await total("quire_scheduler_workers_lost_total") == lost > 0
     assert await total("quire_scheduler_shed_total") == 1
     refused = 'quire_scheduler_requests_refused_total{reason="%s"}'
     assert await total(refused % "CONTEXT_LENGTH") == 1
