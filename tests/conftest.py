@@ -12,6 +12,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # calls are under way. Every fork here becomes another program at once and needs none of them.
 os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# For the same reason: OpenTelemetry's handlers would start threads in the fork.
+os.register_at_fork = lambda **handlers: None
 
 import hypothesis
 import numpy as np
