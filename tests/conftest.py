@@ -12,13 +12,14 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # calls are under way. Every fork here becomes another program at once and needs none of them.
 os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
-# For the same reason: OpenTelemetry's handlers would start threads in the fork.
-os.register_at_fork = lambda **handlers: None
 
 import hypothesis
 import numpy as np
 import pytest
 import uvloop
+
+# For the same reason as above: OpenTelemetry's handlers would start threads in the fork.
+os.register_at_fork = lambda **handlers: None
 
 hypothesis.settings.register_profile("quire", derandomize=True, deadline=None, print_blob=True)
 hypothesis.settings.load_profile("quire")
