@@ -21,6 +21,7 @@ from services.scheduler.audit import AuditLog
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.engine_loop import EngineLoop
 from services.scheduler.hashing import hashing_for
+from services.scheduler.load_metrics import LoadMetrics
 from services.scheduler.metrics import SchedulerMetrics
 from services.scheduler.model_folder import ModelFolder, read_model_folder
 from services.scheduler.prompt_hasher import PromptHasher
@@ -102,6 +103,7 @@ def watch(loop: EngineLoop, telemetry: Telemetry) -> None:
     if telemetry.tracing is not None:  # first, so that the others see the contexts it makes
         loop.watch(Traces(telemetry.tracing.tracer, telemetry.tracing.chosen_tracer))
     if telemetry.metrics is not None:
+        loop.watch(LoadMetrics(telemetry.metrics, loop))
         loop.watch(SchedulerMetrics(telemetry.metrics, loop))
     loop.watch(RequestLog())
 

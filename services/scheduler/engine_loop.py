@@ -43,7 +43,7 @@ from services.scheduler.latencies import LatencyWindow
 from services.scheduler.link_timings import StepTimings, TimingWindow
 from services.scheduler.outbox import Outbox, StreamIds
 from services.scheduler.recording import RecordingScheduler
-from services.scheduler.watching import Watcher
+from services.scheduler.watching import Watcher, Watchers
 
 log = logging.getLogger(__name__)
 
@@ -125,7 +125,7 @@ class EngineLoop:
 
     def __init__(self, core: Core) -> None:
         self._core = core
-        self._watchers: list[Watcher] = []
+        self._watchers = Watchers()
         # Bounded by what callers may have open: credits, live requests, open steps.
         self._inbox: deque[_Post] = deque()
         self._wake = asyncio.Event()
@@ -170,8 +170,7 @@ class EngineLoop:
     def close(self) -> None:
         """Ends the loop, the links and the outboxes; what is live gets no terminal event."""
         self._closed = True
-        for watcher in self._watchers:
-            watcher.closing(_now())
+        self._watchers.closing(_now())
         for link in list(self._links.values()):
             link.end("the scheduler stops")
         for outbox in self._outboxes.values():
@@ -180,7 +179,7 @@ class EngineLoop:
 
     def watch(self, watcher: Watcher) -> None:
         """Has somebody watch from now on; call it before the first worker comes."""
-        self._watchers.append(watcher)
+        self._watchers.join(watcher)
 
     # Views
 
@@ -284,8 +283,7 @@ class EngineLoop:
         try:
             token_limit(request, self._core.limits)
         except Refused as error:
-            for watcher in self._watchers:
-                watcher.refused(request, error.refusal, _now())
+            self._watchers.refused(request, error.refusal, _now())
             raise codec.refusal_error(error.refusal) from error
 
     @contextlib.asynccontextmanager
@@ -308,14 +306,11 @@ class EngineLoop:
         def act(now: int) -> Events | None:
             if sink not in self._live:
                 return None  # its caller has left
-            watched = request
-            for watcher in self._watchers:
-                watched = watcher.adding(watched, now)
+            watched = self._watchers.adding(request, now)
             try:
                 events = self._core.add(watched, now)
             except Refused as error:
-                for watcher in self._watchers:
-                    watcher.refused(watched, error.refusal, now)
+                self._watchers.refused(watched, error.refusal, now)
                 end = codec.refusal_error(error.refusal)
                 self._outboxes[sink].put_end(request.handle & _STREAM_MASK, end)
                 return None
@@ -429,8 +424,7 @@ class EngineLoop:
                 return None
             link = WorkerLink(lowered, epoch, model, instance_id, kind, now)
             self._links[spec.worker_id] = link
-            for watcher in self._watchers:
-                watcher.attached(lowered, now)
+            self._watchers.attached(lowered, now)
             self.last_hashing = spec.block_size, spec.model_digest
             log.info(
                 "worker %s attached: epoch %d, %d blocks of %d tokens",
@@ -461,8 +455,7 @@ class EngineLoop:
                 self._lose(link, f"protocol fault: {fault}", now)
                 return None
             link.timings.answered(timings, received)
-            for watcher in self._watchers:
-                watcher.answered(link.spec.worker_id, result, timings, events, now)
+            self._watchers.answered(link.spec.worker_id, result, timings, events, now)
             return events
 
         self._post(act)
@@ -503,9 +496,7 @@ class EngineLoop:
             return False
         link.timings.sent(now)
         if self._watchers:
-            took_us = _now() - now
-            for watcher in self._watchers:
-                step = watcher.planned(link.spec.worker_id, step, now, took_us)
+            step = self._watchers.planned(link.spec.worker_id, step, now, _now() - now)
         link.put(step)
         return True
 
@@ -523,8 +514,7 @@ class EngineLoop:
                     self._put_tokens(sink, streams[mine], events.token_ids[mine])
         for end in events.ended:
             self._latencies.ended(end)
-            for watcher in self._watchers:
-                watcher.ended(end, end.ended)
+            self._watchers.ended(end, end.ended)
             self._put_end(end)
 
     def _put_tokens(self, sink: int, streams: StreamIds, token_ids: StreamIds) -> None:
@@ -549,8 +539,7 @@ class EngineLoop:
     def _lose(self, link: WorkerLink, reason: str, now: int) -> None:
         log.warning("worker %s lost: %s", link.spec.worker_id, reason)
         self._core.lost(link.spec.worker_id, now)
-        for watcher in self._watchers:
-            watcher.lost(link.spec.worker_id, reason, now)
+        self._watchers.lost(link.spec.worker_id, reason, now)
         del self._links[link.spec.worker_id]
         link.end(reason)
         self._workers_changed()
