@@ -45,6 +45,7 @@ _TEXT_SERVICE, _TOKEN_SERVICE, _PROCESS = "quire.v1.TextService", "quire.v1.Toke
 _WORKER_SERVICE = "quire.v1.WorkerLinkService"
 _LAST_PORT = 65_535
 _METRICS_FLAG, _METRICS_PORT = "--metrics-port=", 9461
+_GATEWAY_METRICS_FLAG = "--prometheus-port"
 _FAULTS_OF_A_PORT = (errno.EADDRINUSE, errno.EACCES, errno.EPERM)
 _SOME_PORT = 1
 _LOOPBACK = "127.0.0.1"
@@ -77,6 +78,7 @@ class LocalConfig:
         port: of the first tokenizer; 0 for any free ones.
         openai_port: where the OpenAI gateway listens, at the same host; 0 for any free one; None
             for no gateway.
+        serves_metrics: the flags or the environment say so; the ports are tried before the start.
         flags: further flags by service, e.g. `{"worker": ("--dtype", "float32")}`.
         programs: how the processes of each service are started, without their flags.
         checks: programs by service that take its flags and say what is wrong with them.
@@ -96,6 +98,7 @@ class LocalConfig:
     port: int = 50051
     info_port: int | None = None
     openai_port: int | None = None
+    serves_metrics: bool = False
     flags: Mapping[str, Sequence[str]] = field(default_factory=dict)
     programs: Mapping[str, Sequence[str]] = field(default_factory=lambda: PROGRAMS)
     checks: Mapping[str, Sequence[str]] = field(default_factory=lambda: CHECKS)
@@ -120,6 +123,8 @@ class Member:
     @property
     def metrics_port(self) -> int | None:
         """Where it serves its metrics, if told to; None: anywhere."""
+        if self.service == GATEWAY:  # it serves them in any case
+            return int(self.flags[self.flags.index(_GATEWAY_METRICS_FLAG) + 1])
         last = self.flags[-1] if self.flags else ""
         port = last.removeprefix(_METRICS_FLAG)
         is_number = last.startswith(_METRICS_FLAG) and port.isascii() and port.isdigit()
@@ -182,6 +187,8 @@ async def checked_plan(config: LocalConfig, folder: Path) -> Plan:
     members = members_of(checked, folder, scheduler, ports or (_SOME_PORT,), gateway, info)
     if problems := [*wrong_numbers, *await _wrong_flags(config, members)]:
         raise WrongSettings(problems)
+    if config.serves_metrics:
+        _try_metrics_ports(members)
     targets = tuple(dialled(config.host, port) for port in ports)
     url = "" if gateway is None else f"http://{dialled(config.host, gateway.listen)}/v1"
     return Plan(scheduler, info, targets, tuple(members), url)
@@ -283,8 +290,10 @@ def _gateway(config: LocalConfig, ports: GatewayPorts) -> Member:
         flags=(
             *("--worker-urls", f"grpc://{address(_LOOPBACK, ports.scheduler)}"),
             *("--policy", "round_robin"),  # there is one
+            # With one scheduler it would make a minute's outage of its restart.
+            "--disable-circuit-breaker",
             *("--host", config.host, "--port", str(ports.listen)),
-            *("--prometheus-host", _LOOPBACK, "--prometheus-port", str(ports.metrics)),
+            *("--prometheus-host", _LOOPBACK, _GATEWAY_METRICS_FLAG, str(ports.metrics)),
             *("--worker-startup-check-interval", "1", "--health-check-interval-secs", "2"),
             *("--shutdown-grace-period-secs", str(_GATEWAY_GRACE_S), "--log-level", "warn"),
         ),
@@ -322,6 +331,16 @@ def _gateway_ports(config: LocalConfig) -> GatewayPorts | None:
             metrics=_try_port(trials, _LOOPBACK, 0),
             scheduler=_try_port(trials, _LOOPBACK, 0),
         )
+
+
+def _try_metrics_ports(members: Sequence[Member]) -> None:
+    with contextlib.ExitStack() as trials:
+        for member in members:
+            if member.service != GATEWAY and member.metrics_port is not None:
+                try:
+                    _try_port(trials, _LOOPBACK, member.metrics_port, flag="--metrics-port")
+                except SetFailed as error:
+                    raise WrongSettings([f"{member.name}: {error.message}"]) from error
 
 
 async def _wrong_flags(config: LocalConfig, members: Sequence[Member]) -> list[str]:

@@ -55,7 +55,7 @@ PASSED: Mapping[str, tuple[tuple[str, str, str], ...]] = MappingProxyType(
             ("--record", "FILE", "record what the scheduler is given, for quire replay"),
             ("--record-hash-only", "true|false", "leave token ids out of the recording"),
         ),
-        "tokenizer": (),
+        "tokenizer": (("--trace-content", "true|false", "put prompts and answers into spans"),),
     }
 )
 """Flag, kind of value and help, by the process that understands and checks them.

@@ -3,14 +3,12 @@
 import asyncio
 import os
 import random
+import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 
 # Read once, when the libraries are imported, so before any test module is.
 os.environ.setdefault("OMP_NUM_THREADS", "1" if "PYTEST_XDIST_WORKER" in os.environ else "2")
 os.environ["HF_HUB_OFFLINE"] = "1"
-# uvloop starts programs by a plain fork, and gRPC's handlers for that crash now and then while
-# calls are under way. Every fork here becomes another program at once and needs none of them.
-os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import hypothesis
@@ -18,18 +16,33 @@ import numpy as np
 import pytest
 import uvloop
 
-# For the same reason as above: OpenTelemetry's handlers would start threads in the fork.
-os.register_at_fork = lambda **handlers: None
-
 hypothesis.settings.register_profile("quire", derandomize=True, deadline=None, print_blob=True)
 hypothesis.settings.load_profile("quire")
 
 _NEEDED_IN_CI = ("system", "demo_model")
 
 
+class Loop(uvloop.Loop):
+    """The loop that the services run on, but for the start of programs, which is asyncio's.
+
+    uvloop forks and runs Python in the child. Beside the threads of gRPC and OpenTelemetry, which a
+    service has and does not start programs, that crashes or hangs once in some thousand times.
+    """
+
+    async def subprocess_exec(self, protocol_factory, program, *args, **options):
+        """See asyncio.loop.subprocess_exec."""
+        protocol = protocol_factory()
+        pipes = [options.pop(name, subprocess.PIPE) for name in ("stdin", "stdout", "stderr")]
+        make = asyncio.SelectorEventLoop._make_subprocess_transport
+        return await make(self, protocol, (program, *args), False, *pipes, 0, **options), protocol
+
+    def _child_watcher_callback(self, pid, returncode, transport):
+        self.call_soon_threadsafe(transport._process_exited, returncode)
+
+
 def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
     """Tests run on the loop that the services run on."""
-    return {"uvloop": uvloop.new_event_loop}
+    return {"uvloop": Loop}
 
 
 @pytest.hookimpl(trylast=True)

@@ -42,13 +42,15 @@ class Up:
         told = info_told(args, os.environ)
         if not told:
             config = replace(config, info_port=int(SCHEDULER_TARGET.rpartition(":")[2]))
+        with_metrics = asks_for_metrics(args, os.environ)
+        config = replace(config, serves_metrics=with_metrics)
         if args.openai or args.openai_port is not None:
             port = _OPENAI_PORT if args.openai_port is None else args.openai_port
             config = replace(config, openai_port=port)
 
         async def serve(running: LocalSet) -> None:
             _say_how_to_talk(config.served_model_name, running, told or running.info)
-            if asks_for_metrics(args, os.environ):
+            if with_metrics:
                 _say_where_metrics_are(running, args.metrics_host or "127.0.0.1")
             await running.failure()
 

@@ -11,6 +11,8 @@ import sys
 from datetime import UTC, datetime
 from typing import Any
 
+_SELDOM_S = 60.0
+
 
 def configure_logs(service: str, level: str, form: str = "text") -> None:
     """Sends all logs of the process to standard error.
@@ -22,6 +24,7 @@ def configure_logs(service: str, level: str, form: str = "text") -> None:
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Json(service) if form == "json" else _Text(service))
+    handler.addFilter(_Seldom("opentelemetry"))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     logging.getLogger("grpc").setLevel(logging.WARNING)
     logging.getLogger("grpc._cython.cygrpc").addFilter(_news)
@@ -65,9 +68,9 @@ class _Json(logging.Formatter):
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         try:
-            return json.dumps(line, ensure_ascii=False, default=str, allow_nan=False)
+            return json.dumps(line, default=str, allow_nan=False)
         except ValueError:  # a number that JSON does not have
-            return json.dumps(_finite(line), ensure_ascii=False, default=str)
+            return json.dumps(_finite(line), default=str)
 
 
 def _finite(value: Any) -> Any:
@@ -79,10 +82,31 @@ def _finite(value: Any) -> Any:
     return [_finite(one) for one in value] if isinstance(value, list | tuple) else value
 
 
+class _Seldom(logging.Filter):
+    """Lets through each message of a library, whatever it is filled with, once a minute.
+
+    Args:
+        name: of the library's loggers.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self._told_at: dict[tuple[str, object], float] = {}  # as many as it has messages
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not super().filter(record):
+            return True  # somebody else's
+        key = (record.name, record.msg)
+        is_due = record.created - self._told_at.get(key, 0.0) >= _SELDOM_S
+        if is_due:
+            self._told_at[key] = record.created
+        return is_due
+
+
 def _shown(value: object) -> str:
     """A value as text that is one word."""
     text = told(str(value))
-    return text if text and not set(text) & set(' "=') else json.dumps(text, ensure_ascii=False)
+    return text if text and not set(text) & set(' "=') else json.dumps(text)
 
 
 def _news(record: logging.LogRecord) -> bool:

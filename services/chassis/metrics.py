@@ -16,9 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
-from wsgiref.simple_server import WSGIServer
 
-import prometheus_client
 from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
 from opentelemetry.exporter.prometheus import PrometheusMetricReader
 from opentelemetry.metrics import CallbackOptions, Observation
@@ -38,7 +36,9 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector, CollectorRegistry
 
+from services.chassis.metrics_endpoint import MetricsEndpoint
 from services.chassis.process import StartupError
+from services.chassis.tracing import EXPORT_CHANNEL
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ OTHER = "other"
 _UNKNOWN: Any = None
 """For values that are optional on the wire and that the SDK's class does not allow to leave out."""
 
-_LOOP_TIMEOUT_S = 2.0
+_LOOP_TIMEOUT_S = 1.0
 _FRESH_S = 0.2
 _LAG_PERIOD_S = 0.1
 _PUSH_PERIOD_MS = 10_000
@@ -181,9 +181,9 @@ class LoopValue(Generic[T]):
         self._read_at = float("-inf")
 
     def get(self) -> T:
-        """The value now, or the last one where the loop does not answer within two seconds.
+        """The value now, or the last one where the loop does not answer within a second.
 
-        All readings of one collection get the same value.
+        All readings of one collection get the same value, and wait once.
         """
         with self._lock:
             if time.monotonic() - self._read_at < _FRESH_S:
@@ -200,7 +200,7 @@ class LoopValue(Generic[T]):
                 self._loop.call_soon_threadsafe(ask)
                 self._value = answer.result(_LOOP_TIMEOUT_S)
             except (RuntimeError, TimeoutError):  # the loop is closed, or busy
-                return self._value
+                log.debug("the event loop did not answer; the last values are given")
             self._read_at = time.monotonic()
             return self._value
 
@@ -228,7 +228,7 @@ class Metrics:
             readers.append(_PushReader(self._histograms, push_to))
         self.provider = MeterProvider(readers, resource)
         self._meter = self.provider.get_meter(SCOPE)
-        self._http: tuple[WSGIServer, threading.Thread] | None = None
+        self._http: MetricsEndpoint | None = None
 
     def histogram(
         self,
@@ -278,25 +278,17 @@ class Metrics:
         registry = CollectorRegistry()
         registry.register(_Collector(self._inner, also))
         try:
-            server, thread = prometheus_client.start_http_server(port, host, registry)
+            self._http = MetricsEndpoint(host, port, registry)
         except OSError as error:
             raise StartupError(
                 f"--metrics-port: cannot listen on {host}:{port}: {error.strerror}"
             ) from error
-        # In OpenMetrics the library writes `a:b` as `a_b` (prometheus/client_python#1177), so
-        # whatever is asked for, the older text format is given, which every Prometheus reads.
-        app = prometheus_client.make_wsgi_app(registry)
-        server.set_app(lambda environ, start: app({**environ, "HTTP_ACCEPT": ""}, start))
-        self._http = (server, thread)
-        return server.server_port
+        return self._http.port
 
     def close(self) -> None:
         """Ends the endpoint and pushes what is left, for two seconds at most; blocks."""
         if self._http is not None:
-            server, thread = self._http
-            server.shutdown()
-            server.server_close()
-            thread.join()
+            self._http.close()
             self._http = None
         self.provider.shutdown(_LAST_WORDS_MS)
 
@@ -338,7 +330,10 @@ class _PrometheusReader(PrometheusMetricReader):
 class _PushReader(PeriodicExportingMetricReader):
     def __init__(self, histograms: Sequence[Histogram], url: str) -> None:
         self._histograms = histograms  # before the thread starts
-        super().__init__(OTLPMetricExporter(endpoint=url, timeout=_PUSH_TIMEOUT_S), _PUSH_PERIOD_MS)
+        exporter = OTLPMetricExporter(
+            endpoint=url, timeout=_PUSH_TIMEOUT_S, channel_options=EXPORT_CHANNEL
+        )
+        super().__init__(exporter, _PUSH_PERIOD_MS)
 
     def _receive_metrics(
         self, metrics_data: MetricsData, timeout_millis: float = 10_000, **kwargs: object

@@ -22,7 +22,7 @@ from services.chassis.reflection import enable_reflection
 
 _WHY: Mapping[int, str] = MappingProxyType(
     {
-        errno.EADDRINUSE: "another process listens there; take another port, or end that process",
+        errno.EADDRINUSE: "it is in use; take another port, or end the process that has it",
         errno.EACCES: "this user may not bind it; take a port from 1024 on",
         errno.EADDRNOTAVAIL: "it is no address of this machine",
     }

@@ -9,6 +9,7 @@ import logging
 import re
 import threading
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from opentelemetry import trace
 from opentelemetry.context import Context
@@ -24,6 +25,9 @@ log = logging.getLogger(__name__)
 _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
 _BATCH_DELAY_MS = 1_000
 _QUEUED_SPANS = 8_192
+EXPORT_CHANNEL: Any = (("grpc.max_reconnect_backoff_ms", 5_000),)  # the SDK's type knows no numbers
+"""Of channels to a receiver: one that is back is found soon."""
+
 _EXPORT_TIMEOUT_S = 5.0
 _LAST_WORDS_S = 2.0
 """How long the last spans may take to leave."""
@@ -108,7 +112,9 @@ class Tracing:
     """
 
     def __init__(self, resource: Resource, *, url: str | None, ratio: float | None) -> None:
-        self._exporter = _Exporter(endpoint=url, timeout=_EXPORT_TIMEOUT_S)
+        self._exporter = _Exporter(
+            endpoint=url, timeout=_EXPORT_TIMEOUT_S, channel_options=EXPORT_CHANNEL
+        )
         self._processor = _Processor(self._exporter)
         sampler = None if ratio is None else ParentBased(TraceIdRatioBased(ratio))
         provider = TracerProvider(sampler, resource, shutdown_on_exit=False)
@@ -153,18 +159,25 @@ class _Exporter(OTLPSpanExporter):
         return self.sent + self.failed + self._under_way
 
     _under_way = 0
+    _is_away = False
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         self._under_way = len(spans)
         result = SpanExportResult.FAILURE
         try:
             result = super().export(spans)
+        except ValueError:
+            if not self._shutdown:
+                raise  # else it was shut down between two batches: `close` says so
         finally:
             self._under_way = 0
             if result is SpanExportResult.SUCCESS:
                 self.sent += len(spans)
+                if self._is_away:
+                    log.info("the receiver takes spans again")
             else:
                 self.failed += len(spans)
+            self._is_away = result is not SpanExportResult.SUCCESS
         return result
 
 

@@ -33,6 +33,7 @@ class RequestLog(Watching):
                 preemptions=end.preemptions,
                 requeues=end.requeues,
                 queue_ms=_ms(end.arrived, end.ended if end.admitted is None else end.admitted),
+                requeued_ms=end.requeued_us / 1000 if end.requeued_us else None,
                 prefill_ms=_ms(end.admitted, end.first_token),
                 decode_ms=_ms(end.first_token, end.ended),
                 total_ms=_ms(end.arrived, end.ended),

@@ -14,7 +14,7 @@ thousands of links. Its worker is told, and adds its own span below.
 
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -225,7 +225,8 @@ class Traces(Watching):
             self._waited(course, now, at=worker_id)
             course.worker_id, course.slot = worker_id, row.slot
             course.computed, course.known = row.num_computed, int(row.token_ids.size)
-            course.first_step = course.first_step or step.step_id
+            if not course.first_step or course.waits_for == "loss":  # another worker's numbers
+                course.first_step = step.step_id
             lane.by_slot[row.slot] = course
             lane.traced[row.slot] = True
 
@@ -310,6 +311,7 @@ class Traces(Watching):
             step.sent,
             now,
             {"quire.step.id": step.step_id, "quire.worker.id": worker_id, "quire.tokens": tokens},
+            None if step.span is None else [Link(step.span.get_span_context())],
         )
 
     def _leave(self, course: _Course) -> None:
@@ -350,13 +352,20 @@ class Traces(Watching):
         lane.steps.clear()
 
     def _child(
-        self, course: _Course, name: str, begin: int, end: int, attributes: Mapping[str, str | int]
+        self,
+        course: _Course,
+        name: str,
+        begin: int,
+        end: int,
+        attributes: Mapping[str, str | int],
+        links: Sequence[Link] | None = None,
     ) -> None:
         self._tracer.start_span(
             name,
             below(course.span),
             start_time=self._ns(begin),
             attributes=attributes,
+            links=links,
         ).end(self._ns(end))
 
     def _ns(self, instant: int) -> int:
@@ -376,6 +385,7 @@ def _account(end: Ended) -> dict[str, str | int | float]:
         "quire.recomputed_tokens": end.recomputed_tokens,
         "quire.preemptions": end.preemptions,
         "quire.requeues": end.requeues,
+        "quire.requeued_ms": end.requeued_us / 1000,
         "quire.worker_ms": end.worker_us / 1000,
     }
     if end.worker_id:

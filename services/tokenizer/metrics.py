@@ -183,7 +183,8 @@ class TokenizerMetrics:
         self._output_tokens += outcome.output_tokens
         self._cached_tokens += outcome.cached_tokens
         if failed:
-            self._fail(outcome.reason or outcome.status)
+            late = outcome.status == "DEADLINE_EXCEEDED"  # whoever saw it pass first
+            self._fail("DEADLINE" if late else outcome.reason or outcome.status)
 
     def encoded(self, call: str, waited_s: float, took_s: float) -> None:
         """Counts a call of the pool."""

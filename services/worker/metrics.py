@@ -11,7 +11,7 @@ import torch
 from services.chassis.metrics import OTHER, STEP_S, Metrics, Point
 from services.worker.engine import Footprint
 from services.worker.model_thread import ModelThread
-from services.worker.plan import StepLimits, StepTimings
+from services.worker.plan import FailureKind, StepLimits, StepTimings
 
 _KNOWN_ERRORS = frozenset(
     {"DeviceLost", "LinkProtocolError", "MemoryError", "OutOfMemoryError", "RuntimeError"}
@@ -50,7 +50,8 @@ class WorkerMetrics:
         """Requests held now."""
         self._steps = 0
         self._tokens = {"prefill": 0, "decode": 0}
-        self._failed_rows: dict[str, int] = {}
+        # There from the start, so that a rate sees the first one.
+        self._failed_rows = {kind.value: 0 for kind in FailureKind}
         self._failed_steps: dict[str, int] = {}
         self._link_ends: dict[str, int] = {}
         self._duration = metrics.histogram(

@@ -39,10 +39,10 @@ class Backlog:
         """Prompt tokens of requests that wait for their first admission."""
         return self._all.tokens
 
-    def tenants(self, most: int) -> list[tuple[str, int, int]]:
-        """The tenants with most live requests: name, live requests, those never admitted."""
+    def tenants(self, most: int) -> list[tuple[str, int]]:
+        """The tenants with most live requests, and how many those are."""
         counts = sorted(self._by_tenant.items(), key=lambda item: (-item[1].live, item[0]))
-        return [(name, count.live, count.requests) for name, count in counts[:most]]
+        return [(name, count.live) for name, count in counts[:most]]
 
     def refusal(self, spec: AddRequest, workers: Collection[WorkerSpec]) -> Refusal | None:
         """The bound that the request would break, without a time to try again; None: none.

@@ -93,7 +93,7 @@ class Making:
         self._room = self._standing = None
         self.around.counters.preemptions += 1
         self._refund(slot)
-        request = self.worker.requeue(slot)
+        request = self.worker.requeue(slot, self.around.now)
         request.preemptions += 1
         self.around.waiting.push(request)
 

@@ -215,6 +215,7 @@ class Ended:
         first_token: when its first token was applied here; None: never.
         ended: now.
         requeues: how often it went back to the queue since its worker was lost.
+        requeued_us: how long it waited in the queue after its first admission, microseconds.
         worker_id: of the worker that had it last, "" without one.
         worker_us: its share, by tokens, of the computing time of the steps it was in, microseconds.
     """
@@ -235,6 +236,7 @@ class Ended:
     recomputed_tokens: int = 0
     preemptions: int = 0
     requeues: int = 0
+    requeued_us: int = 0
     worker_id: str = ""
     worker_us: int = 0
     stop_token_id: int | None = None

@@ -370,6 +370,8 @@ class Planner:
             self._around.queue_model.admitted(request.prompt_len, self._around.now)
             request.cached_tokens = min(computed, request.prompt_len)
             request.admitted = self._around.now
+        else:
+            request.requeued_us += self._around.now - request.queued_since
         request.status = Status.RUNNING
         request.deferrals = 0
         request.worker_id, request.slot = worker.spec.worker_id, slot

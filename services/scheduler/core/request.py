@@ -34,6 +34,8 @@ class Request:
         recomputed: tokens computed again after a preemption or a requeue.
         preemptions: how often it gave way.
         requeues: how often its worker was lost.
+        queued_since: when it came to the queue last, microseconds.
+        requeued_us: how long it waited there after its first admission, as far as that is over.
         last_worker: that had it last, "" before.
         worker_us: computing time of the stays that are over; see `Ended`.
         admitted: when it was first planned, microseconds; None before.
@@ -71,6 +73,8 @@ class Request:
     recomputed: int = 0
     preemptions: int = 0
     requeues: int = 0
+    queued_since: int = 0
+    requeued_us: int = 0
     last_worker: str = ""
     worker_us: int = 0
     admitted: int | None = None

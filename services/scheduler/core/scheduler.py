@@ -43,6 +43,9 @@ from services.scheduler.core.targets import met_targets
 from services.scheduler.core.timers import Alarm, Timers
 from services.scheduler.core.worker_state import WorkerState
 
+_OWN_DEADLINE_US = 100_000
+"""An owner that lets go so shortly before the deadline has seen it pass; microseconds."""
+
 _FIXED = ("enable_prefix_caching", "eviction", "time_wheel_slots", "partial_block_reuse")
 """What `configure` cannot change: the workers' pools are made by it."""
 
@@ -146,12 +149,19 @@ class Scheduler:
         return replace(NO_TOKENS, ended=tuple(ended))
 
     def abort(self, handle: int, now: int) -> Events:
-        """Ends a request; unknown and ended handles are ignored."""
+        """Ends a request; unknown and ended handles are ignored.
+
+        Its owner sees its deadline pass too, and mostly a moment before the core: that is the
+        reason then, and not ABORT.
+        """
         self._now = now
         request = self._by_handle.get(handle)
         if request is None:
             return NO_TOKENS
-        return replace(NO_TOKENS, ended=(self._end(request, EndReason.ABORT),))
+        deadline = request.spec.deadline
+        late = deadline is not None and now >= deadline - _OWN_DEADLINE_US
+        reason = EndReason.DEADLINE if late else EndReason.ABORT
+        return replace(NO_TOKENS, ended=(self._end(request, reason),))
 
     def finish(self, handle: int, kept_tokens: int, now: int) -> Events:
         """Ends a request of whose output `kept_tokens` are wanted; unknown handles are ignored."""
@@ -207,7 +217,7 @@ class Scheduler:
         broken = self._broken.pop(worker_id, None)
         for request in worker.orphans.values():
             request.in_flight = 0
-        requeued = [worker.requeue(slot) for slot in worker.rows.order.tolist()]
+        requeued = [worker.requeue(slot, now) for slot in worker.rows.order.tolist()]
         for request in requeued:
             request.in_flight = 0
             request.requeues += 1
@@ -471,6 +481,8 @@ class Scheduler:
         else:
             known = request.num_tokens
             self._waiting.remove(request)
+            if not request.is_fresh:
+                request.requeued_us += self._now - request.queued_since
         request.status = Status.ENDED
         spec = request.spec
         self._homeless.pop(spec.handle, None)
@@ -503,6 +515,7 @@ class Scheduler:
             recomputed_tokens=request.recomputed,
             preemptions=request.preemptions,
             requeues=request.requeues,
+            requeued_us=request.requeued_us,
             worker_id=request.last_worker,
             worker_us=request.worker_us,
             retry_after_us=retry,

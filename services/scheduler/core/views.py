@@ -49,11 +49,11 @@ def loads(
         tenants=tuple(
             TenantLoad(
                 name=name,
-                running=live - queued,
-                waiting=queued,
+                running=live - waiting.waiting_of(name),
+                waiting=waiting.waiting_of(name),
                 served_tokens=waiting.served_tokens(name),
             )
-            for name, live, queued in backlog.tenants(_MOST_TENANTS)
+            for name, live in backlog.tenants(_MOST_TENANTS)
         ),
         counters=replace(
             counters,

@@ -301,7 +301,7 @@ class WorkerState:
         self.rows.vacate(slots)
         self.released.extend(slots)
 
-    def requeue(self, slot: int) -> Request:
+    def requeue(self, slot: int, now: int) -> Request:
         """Takes a running request off the worker with all its tokens so far; it is WAITING after.
 
         Tokens of open steps still count for it; see `orphans`.
@@ -315,6 +315,7 @@ class WorkerState:
         )
         request.status = Status.WAITING
         request.worker_us += int(rows.worker_us[slot])
+        request.queued_since = now
         request.worker_id, request.slot = "", -1
         if request.in_flight:
             self.orphans[slot, int(rows.generation[slot])] = request

@@ -37,9 +37,10 @@ def test_whether_metrics_are_asked_for(
 
 
 def test_where_each_serves_them(capsys: pytest.CaptureFixture[str]) -> None:
-    running = Running((member("scheduler", "--metrics-port=7"), member("gateway", "--port", "8")))
-    _say_where_metrics_are(running, "0.0.0.0")
-    assert capsys.readouterr().out == "Metrics, at /metrics of each: scheduler 127.0.0.1:7\n"
+    gateway = member("gateway", "--prometheus-port", "8", "--log-level", "warn")
+    _say_where_metrics_are(Running((member("scheduler", "--metrics-port=7"), gateway)), "0.0.0.0")
+    where = "scheduler 127.0.0.1:7, gateway 127.0.0.1:8"
+    assert capsys.readouterr().out == f"Metrics, at /metrics of each: {where}\n"
 
 
 def test_free_ports_are_told_in_the_logs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -109,6 +109,21 @@ async def test_a_value_of_the_loop_is_read_on_the_loop_and_once_a_collection() -
     assert threads == [threading.main_thread()]
 
 
+async def test_the_readings_of_one_collection_wait_once_for_a_blocked_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("services.chassis.metrics._LOOP_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("services.chassis.metrics._FRESH_S", 60.0)
+    asked: list[int] = []
+    loop = asyncio.get_running_loop()
+    value = LoopValue(loop, lambda: asked.append(1), at_first=None)
+    thread = threading.Thread(target=lambda: [value.get() for _ in range(40)])
+    thread.start()
+    thread.join()  # the loop stands still
+    await asyncio.sleep(0)
+    assert len(asked) == 1
+
+
 async def test_a_blocked_loop_does_not_block_the_collector(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

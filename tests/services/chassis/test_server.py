@@ -122,9 +122,7 @@ async def test_a_malformed_address_is_refused(address: str) -> None:
 
 async def test_a_port_in_use_is_refused(server: GrpcServer) -> None:
     (address,) = await server.start(["127.0.0.1:0"])
-    assert (await refused(address)).startswith(
-        f"listen: cannot bind {address}: another process listens there"
-    )
+    assert (await refused(address)).startswith(f"listen: cannot bind {address}: it is in use")
 
 
 async def test_a_failed_start_leaves_no_socket_and_no_listener(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from services.scheduler.core.config import Config
 from services.scheduler.core.plan import (
     AddRequest,
     Ended,
+    EndReason,
     Sampling,
     StepPlan,
     StepResult,
@@ -43,7 +44,9 @@ class Course:
         self.core.attach(spec_of(worker_id), now)
         self._known.clear()
 
-    def add(self, handle: int, prompt: int, max_tokens: int, now: int) -> None:
+    def add(
+        self, handle: int, prompt: int, max_tokens: int, now: int, deadline: int | None = None
+    ) -> None:
         request = AddRequest(
             request_id=str(handle),
             handle=handle,
@@ -54,6 +57,7 @@ class Course:
             sampling=Sampling(temperature=0.0, top_p=1.0, top_k=0, seed=0),
             tenant="acme",
             traceparent="trace",
+            deadline=deadline,
         )
         self.core.add(request, now)
 
@@ -117,3 +121,23 @@ def test_a_lost_worker_is_counted_and_its_time_is_kept(course: Course) -> None:
     assert (end.worker_id, end.requeues, end.preemptions) == ("new", 1, 0)
     assert end.worker_us == 300 + 500 + 70
     assert (end.admitted, end.first_token) == (10, 500), "the first ones count"
+    assert end.requeued_us == 200, "from the loss to the next admission"
+
+
+def test_who_lets_go_when_the_deadline_passes_ends_it_by_that(course: Course) -> None:
+    """Its owner sees the deadline pass a moment earlier than the core."""
+    course.add(1, prompt=3, max_tokens=1, now=0, deadline=1_000_000)
+    course.add(2, prompt=3, max_tokens=1, now=0, deadline=1_000_000)
+    (early,) = course.core.abort(1, 899_999).ended
+    (late,) = course.core.abort(2, 900_000).ended
+    assert (early.reason, late.reason) == (EndReason.ABORT, EndReason.DEADLINE)
+
+
+def test_the_wait_of_one_that_ends_in_the_queue_counts(course: Course) -> None:
+    course.attach("w")
+    course.add(1, prompt=8, max_tokens=3, now=0)
+    course.answer("w", course.plan("w", 10), 500, execute_us=300)
+    course.core.lost("w", 700)
+    assert course.core.loads().tenants[0].waiting == 1, "it waits again"
+    (end,) = course.core.abort(1, 1_000).ended
+    assert end.requeued_us == 300
