@@ -208,6 +208,14 @@ class CoreModel:
             seats = min(spec.max_num_seqs, config.max_num_seqs or spec.max_num_seqs, budget)
             assert running <= seats, "more run than may"
 
+    def let_go(self, handle: int, events: Events, now: int) -> None:
+        """Events of an abort; from 100 ms before its deadline on, that is what ended a request."""
+        deadline = self.entries[handle].spec.deadline
+        late = deadline is not None and now >= deadline - 100_000
+        for end in events.ended:
+            assert end.reason is (EndReason.DEADLINE if late else EndReason.ABORT)
+            self._close(self.entries[handle], end, now, let_go=True)
+
     def take(self, events: Events, now: int, *, timed: bool = False) -> None:
         """Events of an input at `now`; `timed`: of `expire`, which alone may end by the clock."""
         for handle, token in zip(events.handles.tolist(), events.token_ids.tolist(), strict=True):
@@ -223,13 +231,14 @@ class CoreModel:
             assert timed or end.reason not in _TIMED
             self._close(self.entries[end.handle], end, now)
 
-    def _close(self, entry: Entry, end: Ended, now: int) -> None:
+    def _close(self, entry: Entry, end: Ended, now: int, *, let_go: bool = False) -> None:
         spec = entry.spec
         assert entry.end is None, "two ends"
         assert end.request_id == spec.request_id
         assert end.prompt_tokens == spec.prompt.size
         self._check_output(entry, end)
-        self._check_reason(entry, end, now)
+        if not let_go:
+            self._check_reason(entry, end, now)
         self._check_cached(entry, end)
         self._judge(entry, end, now)
         entry.end = end
@@ -368,8 +377,9 @@ class CoreModel:
             assert min(spec.floor, spec.share) <= load.weight <= spec.share
         for tenant in loads.tenants:
             mine = [one for one in live if one.spec.tenant == tenant.name]
-            assert tenant.waiting == sum(not one.was_admitted for one in mine)
-            assert tenant.running == sum(one.was_admitted for one in mine)
+            assert tenant.waiting >= sum(not one.was_admitted for one in mine)
+            assert tenant.waiting + tenant.running == len(mine)
+        assert sum(tenant.running for tenant in loads.tenants) == loads.running
         assert len(loads.tenants) == len({one.spec.tenant for one in live})
 
     def at_rest(self, loads: Loads) -> None:

@@ -375,11 +375,6 @@ class WaitingQueue:
         flows = [group.flows[tenant] for group in self._classes if tenant in group.flows]
         return sum(flow.served_tokens for flow in flows)
 
-    def waiting_of(self, tenant: str) -> int:
-        """How many requests of a tenant are queued, in all classes."""
-        flows = [group.flows[tenant] for group in self._classes if tenant in group.flows]
-        return sum(flow.waiting for flow in flows)
-
     def order(self, request: Request) -> None:
         """Takes over a target that has changed; the request must not be queued."""
         request.due = self._due(request)

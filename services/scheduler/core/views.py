@@ -1,6 +1,7 @@
 """What the core shows of itself: gauges, counters, and what blocks. Reads only."""
 
 import itertools
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
@@ -37,6 +38,12 @@ def loads(
     for worker in workers.values():
         ranks = worker.rows.rank[worker.rows.order]
         running += np.bincount(ranks, minlength=running.size)
+    # One by one: which tenants have flows of their own depends on the policy.
+    seated = Counter(
+        worker.rows.request(slot).spec.tenant
+        for worker in workers.values()
+        for slot in worker.rows.order.tolist()
+    )
     pools = [worker.pool for worker in workers.values()]
     return Loads(
         running=sum(load.running for load in each),
@@ -49,8 +56,8 @@ def loads(
         tenants=tuple(
             TenantLoad(
                 name=name,
-                running=live - waiting.waiting_of(name),
-                waiting=waiting.waiting_of(name),
+                running=seated[name],
+                waiting=live - seated[name],
                 served_tokens=waiting.served_tokens(name),
             )
             for name, live in backlog.tenants(_MOST_TENANTS)

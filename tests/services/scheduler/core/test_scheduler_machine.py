@@ -263,7 +263,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         was_live = entry.end is None
         events = self.core.abort(entry.spec.handle, self.now)
         assert len(events.ended) == was_live
-        self.model.take(events, self.now)
+        self.model.let_go(entry.spec.handle, events, self.now)
 
     @precondition(lambda self: self.model.entries)
     @rule(data=st.data())
