@@ -45,7 +45,7 @@ async def readiness(services: ServiceSet) -> tuple[int | None, int | None]:
 async def answered(services: ServiceSet, count: int) -> list[int]:
     ids: list[int] = []
     async for message in services.text.Generate(text_request([65], count), timeout=60):
-        ids.extend(message.token_ids.ids)
+        ids.extend(message.token_ids)
     return ids
 
 
@@ -86,13 +86,5 @@ async def test_a_killed_scheduler_shows_at_its_tokenizer(services: ServiceSet) -
     await services.programs["scheduler"].kill()
     await services.until(lambda: services.health("tokenizer", TEXT_SERVICE), NOT_SERVING)
     await services.start("scheduler")
-    await services.until_ready()
-    assert await answered(services, 5) == successors(65, 5, VOCAB_SIZE)
-
-
-async def test_a_frozen_scheduler_shows_at_its_tokenizer(services: ServiceSet) -> None:
-    async with stopped(services, "scheduler"):
-        # Its connection is found dead by keepalive, which is what takes the time.
-        await services.until(lambda: services.health("tokenizer", TEXT_SERVICE), NOT_SERVING)
     await services.until_ready()
     assert await answered(services, 5) == successors(65, 5, VOCAB_SIZE)
