@@ -88,3 +88,11 @@ async def test_a_killed_scheduler_shows_at_its_tokenizer(services: ServiceSet) -
     await services.start("scheduler")
     await services.until_ready()
     assert await answered(services, 5) == successors(65, 5, VOCAB_SIZE)
+
+
+async def test_a_frozen_scheduler_shows_at_its_tokenizer(services: ServiceSet) -> None:
+    async with stopped(services, "scheduler"):
+        # Its connection is found dead by keepalive, which is what takes the time.
+        await services.until(lambda: services.health("tokenizer", TEXT_SERVICE), NOT_SERVING)
+    await services.until_ready()
+    assert await answered(services, 5) == successors(65, 5, VOCAB_SIZE)
