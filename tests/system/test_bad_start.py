@@ -171,7 +171,7 @@ async def test_addresses_that_cannot_be_bound(tmp_path: Path) -> None:
         path = tmp_path / "file"
         path.touch()
         for address, said in {
-            f"unix://{tmp_path}/a.sock,{taken}": f"cannot bind {taken}: another process listens",
+            f"unix://{tmp_path}/a.sock,{taken}": f"cannot bind {taken}: it is in use",
             "192.0.2.1:50051": "cannot bind 192.0.2.1:50051: it is no address of this machine",
             f"unix://{path}/q.sock": f"cannot make the folder {path}: ",
             "unix:///" + "a" * 120: "socket path is longer than 107 bytes",

@@ -40,7 +40,11 @@ READY = {
 }
 """The service whose health is the readiness of a process."""
 
-ALWAYS = {"grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
+ALWAYS = {
+    "grpc.health.v1.Health",
+    "grpc.reflection.v1.ServerReflection",
+    "grpc.reflection.v1alpha.ServerReflection",
+}
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(120)]
 
@@ -97,6 +101,7 @@ async def test_a_process_is_alive_before_it_can_serve(successor_model: Path) -> 
                 WORKER_LINK_SERVICE,
                 "quire.v1.InfoService",
                 "quire.v1.AdminService",
+                "vllm.grpc.engine.VllmEngine",
             },
         ),
         ("worker-0", {WORKER_LINK_SERVICE}),
