@@ -113,7 +113,7 @@ class Watchers(Watching):
         for watcher in self._all:
             try:
                 request = watcher.adding(request, now)
-            except Exception as error:  # noqa: BLE001 - see the module
+            except Exception as error:  # noqa: BLE001 - its fault ends its watching, no request
                 self._leaves(watcher, error)
         return request
 
@@ -126,7 +126,7 @@ class Watchers(Watching):
         for watcher in self._all:
             try:
                 step = watcher.planned(worker_id, step, now, took_us)
-            except Exception as error:  # noqa: BLE001 - see the module
+            except Exception as error:  # noqa: BLE001 - its fault ends its watching, no request
                 self._leaves(watcher, error)
         return step
 
@@ -156,7 +156,7 @@ class Watchers(Watching):
         for watcher in self._all:
             try:
                 getattr(watcher, what)(*values)
-            except Exception as error:  # noqa: BLE001 - see the module
+            except Exception as error:  # noqa: BLE001 - its fault ends its watching, no request
                 self._leaves(watcher, error)
 
     def _leaves(self, watcher: Watcher, error: Exception) -> None:
